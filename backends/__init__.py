@@ -1,0 +1,1 @@
+"""Reaching a host and running things on it."""

@@ -1,0 +1,75 @@
+"""The first code on a host: takes the payload from stdin unless it is there, and becomes the agent.
+
+Its source is the argument of `python -c`, so it needs nothing but the standard library and no file on the host, and
+keeps to syntax that an old Python can read, to be able to say that it is too old.
+
+    it says   LAYERTAP need | have | error <sentence>
+    it reads  the payload, if needed
+"""
+
+import hashlib
+import io
+import os
+import shutil
+import sys
+import tempfile
+import zipfile
+
+GREETING = b"LAYERTAP "
+
+
+def name_of(archive: bytes) -> str:
+    """Hash of a payload, 16 hex digits."""
+    return hashlib.blake2b(archive, digest_size=8).hexdigest()
+
+
+def unpack(archive: bytes, folder: str) -> None:
+    """Unpack a payload to `folder`, atomically. Raises OSError."""
+    above = os.path.dirname(folder)
+    os.makedirs(above, mode=0o700, exist_ok=True)
+    scratch = tempfile.mkdtemp(prefix=".payload-", dir=above)
+    try:
+        with zipfile.ZipFile(io.BytesIO(archive)) as opened:
+            opened.extractall(scratch)
+        os.rename(scratch, folder)
+    except OSError:
+        if not os.path.isdir(folder):  # else somebody else was first, with the same content
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def main(name: str, size: int) -> None:
+    """Become the agent of payload `name`, `size` bytes long."""
+    os.umask(0o077)
+    if sys.version_info < (3, 11):  # noqa: UP036
+        found = ".".join(map(str, sys.version_info[:2]))
+        return say("error " + sys.executable + " is Python " + found + "; SGLang's environment needs 3.11 or newer")
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = os.path.join(cache, "layertap", "payload", name)
+    try:
+        if os.path.isdir(folder):
+            os.utime(folder)  # so that pruning sees it in use
+            say("have")
+        else:
+            say("need")
+            archive = sys.stdin.buffer.read(size)
+            if name_of(archive) != name:
+                return say("error the payload arrived damaged")
+            unpack(archive, folder)
+    except OSError as error:
+        return say("error " + str(error.filename or folder) + ": " + str(error.strerror))
+    sys.path[:] = [os.path.join(folder, part) for part in ("host", "engine")] + [p for p in sys.path if p]
+    from backends.agent import serve
+
+    return serve(folder)
+
+
+def say(text: str) -> None:
+    """One line to the console; whatever a login shell printed before it is skipped there."""
+    sys.stdout.buffer.write(GREETING + text.encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

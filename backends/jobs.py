@@ -1,0 +1,102 @@
+"""Starting jobs on the host: try, plan, extract and verify, each a run with a job.json of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from backends.errors import Locked, RunDied, UsageError
+from backends.launch import model_folder
+from backends.runs import Run, Runs, write_json
+from capture.server import Server
+from capture.tap import SETTINGS_VARIABLE, TapSettings
+
+# Kinds of job, and whether they draw from a server.
+JOBS = {"try": True, "plan": False, "extract": True, "verify": False}
+PATHS = ("rows", "output")
+
+
+def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: int | None) -> Run:
+    """Start a job. Raises RunDied where it needs a server and none runs, Locked where it runs already."""
+    job = {key: _absolute(value) if key in PATHS and value else value for key, value in job.items()}
+    details = {key: job[key] for key in PATHS if job.get(key)}
+    if kind == "extract":
+        _refuse_second(runs, job["output"])
+    if JOBS[kind]:
+        server = runs.server(port)
+        job |= {"server": msgspec.to_builtins(describe(server)), "lock": str(draw_lock(runs, server))}
+        details["server"] = server.id
+    elif kind == "plan":
+        job["model"] = _plan_model(runs, job.get("model"), port)
+
+    def prepare(run: Run) -> dict[str, str]:
+        write_json(run.folder / "job.json", job)
+        return {}
+
+    inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return runs.start(
+        kind,
+        [sys.executable, "-P", "-m", "capture.job", kind],
+        {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(payload / "engine"), *inherited]),
+            "CUDA_VISIBLE_DEVICES": "",  # jobs work on what the server left in memory, never on its GPUs
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+        },
+        code=payload.name,
+        prepare=prepare,
+        details=details,
+    )
+
+
+def describe(server: Run) -> Server:
+    """A server run as a job needs it. Raises RunDied where it has no live process."""
+    running = server.running
+    if running is None or not server.alive():
+        raise RunDied(f"the server {server.id} is dead; `layertap launch` it")
+    private, spec = server.private, server.spec
+    settings = msgspec.json.decode(private.env[SETTINGS_VARIABLE], type=TapSettings)
+    argv = private.argv
+    return Server(
+        run=server.id,
+        url=f"http://127.0.0.1:{spec.port}",
+        dump_dir=settings.dump_dir,
+        secret=settings.secret,
+        process=running.child,
+        model=spec.details["model"],
+        profile=spec.details["profile"],
+        trust_remote_code="--trust-remote-code" in argv,
+        api_key=argv[argv.index("--api-key") + 1] if "--api-key" in argv else None,
+    )
+
+
+def draw_lock(runs: Runs, server: Run) -> Path:
+    """The lock that only one job that draws from `server` holds at a time."""
+    assert server.spec.port is not None
+    return runs.lock_path(server.spec.port, ".draw")
+
+
+def _refuse_second(runs: Runs, output: str) -> None:
+    for run in runs.all("extract"):
+        if run.spec.details.get("output") == output and run.alive():
+            raise Locked(f"an extraction into {output} runs already: {run.id}")
+
+
+def _plan_model(runs: Runs, model: str | None, port: int | None) -> str:
+    if model:
+        return model_folder(model)
+    try:
+        return str(runs.server(port).spec.details["model"])
+    except RunDied:
+        raise UsageError("no server runs here to take the model from; name the model's folder with --model") from None
+
+
+def _absolute(path: str) -> str:
+    """An absolute path; one that begins with ~ or is relative starts at the home folder."""
+    return str(Path.home() / Path(path).expanduser())

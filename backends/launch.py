@@ -1,0 +1,137 @@
+"""Launching a server with the tap in it, on the host."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from backends.errors import Locked, NotReady, UsageError
+from backends.runs import Run, Runs, port_free
+from capture.dump import DumpError, make_private
+from capture.layers import LayerChoice
+from capture.tap import SETTINGS_VARIABLE, TapSettings
+
+EMBEDDED = "embedded:"
+
+
+class Launching(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the console has merged: a profile as argv and environment for this host's SGLang.
+
+    `argv` holds the server's arguments without the interpreter. A model `embedded:<name>` is made on the spot.
+    """
+
+    profile: str
+    model: str
+    argv: list[str]
+    shown_argv: list[str]
+    env: dict[str, str]
+    port: int
+    layers: LayerChoice
+    embedded: bool = False
+    dump_root: str | None = None
+    slots: int = 4
+    details: dict[str, Any] = {}
+
+
+def launch(all_runs: Runs, payload: Path, asked: Launching, version: str | None) -> Run:
+    """Start the server detached. Raises Locked (port taken), NotReady (no SGLang), UsageError (model, dump root)."""
+    if version is None:
+        raise NotReady(f"{sys.executable} has no sglang; choose SGLang's own Python with --python")
+    for run in all_runs.all("server"):
+        if run.spec.port == asked.port and run.alive():
+            raise Locked(f"a server of ours runs on port {asked.port} already: {run.id}")
+    if not port_free(asked.port):
+        raise Locked(f"port {asked.port} is taken by a process that is not ours; stop it or choose another --port")
+    model = model_folder(asked.model)
+    root = dump_root(asked.dump_root)
+    remove_dead_dumps(all_runs, root)
+    secret = secrets.token_hex(8)
+
+    def prepare(run: Run) -> dict[str, str]:
+        folder = make_private(root / run.id)
+        settings = TapSettings(dump_dir=str(folder), secret=secret, layers=asked.layers, slots=asked.slots)
+        return {SETTINGS_VARIABLE: msgspec.json.encode(settings).decode()}
+
+    paths = [payload / "engine", *([payload / "embedded"] if asked.embedded else [])]
+    inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    env = {
+        **os.environ,
+        **asked.env,
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), *inherited]),
+        "PYTHONUNBUFFERED": "1",
+    }
+    replaced = [model if word == asked.model else word for word in asked.argv]
+    shown = [model if word == asked.model else word for word in asked.shown_argv]
+    return all_runs.start(
+        "server",
+        [sys.executable, *replaced],
+        env,
+        code=payload.name,
+        shown_argv=[sys.executable, *shown],
+        port=asked.port,
+        lock=all_runs.lock_path(asked.port),
+        prepare=prepare,
+        sglang=version,
+        dump_root=root,
+        details={
+            **asked.details,
+            "profile": asked.profile,
+            "model": model,
+            "layers": msgspec.to_builtins(asked.layers),
+            "layers_words": asked.layers.words(),
+        },
+    )
+
+
+def model_folder(model: str) -> str:
+    """Where the model lies; an embedded one is made first. Raises UsageError where it is not there."""
+    if model.startswith(EMBEDDED):
+        return str(embedded_model(model.removeprefix(EMBEDDED)))
+    path = Path(model).expanduser()
+    if not (path / "config.json").exists():
+        raise UsageError(f"model {path}: no config.json there; give the folder of a downloaded model on the host")
+    return str(path)
+
+
+def embedded_model(name: str) -> Path:
+    """A tiny model by name, made if it is not there yet."""
+    from backends.embedded import models
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    folder = cache / "layertap" / "models" / f"{name}-{models.code_hash()}"
+    if not folder.is_dir():
+        # In a process of its own: the agent stays free of torch.
+        made = subprocess.run(
+            [sys.executable, "-P", "-m", "backends.embedded.models", name, str(folder)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if made.returncode:
+            raise UsageError(f"the tiny model {name!r} could not be made: {made.stderr.strip().splitlines()[-1]}")
+    return folder
+
+
+def dump_root(asked: str | None) -> Path:
+    """The private folder that holds a folder a server run. Raises UsageError where it is not safe to use."""
+    root = Path(asked).expanduser() if asked else Path(f"/dev/shm/layertap-{os.geteuid()}")
+    try:
+        return make_private(root)
+    except DumpError as error:
+        raise UsageError(str(error)) from error
+
+
+def remove_dead_dumps(all_runs: Runs, root: Path) -> None:
+    """Remove what dead server runs left in `root`; nothing that is not named after a run of ours."""
+    for run in all_runs.all("server"):
+        folder = root / run.id
+        if folder.is_dir() and not folder.is_symlink() and not run.alive() and run.state() != "elsewhere":
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,462 @@
+"""Run directories: the truth about everything that runs on a host, and readable with `cat`.
+
+    <state>/runs/<id>/spec.json    what was asked: kind, argv, versions; no secret in it
+                      env.json     the real argv and environment, 0600
+                      run.json     who runs it: pids with their start times, boot and machine
+                      <kind>.log   what it printed
+                      progress.json, result.json     of jobs
+                      stop.json    that somebody asked it to stop, exit.json  how it ended
+
+A run is started by a small supervisor, a process of its own group that outlives every console and link and writes
+exit.json. Every process of a run carries `LAYERTAP_RUN=<id>` in its environment, so that it is found even where it
+left the group or lost its parent.
+
+usage: python -m backends.runs RUN_FOLDER      (the supervisor)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import psutil
+
+from backends.errors import Locked, RunDied, UsageError
+from capture.server import Process
+
+SCHEMA = 1
+RUN_VARIABLE = "LAYERTAP_RUN"
+ASK_SECONDS = 20.0  # after the polite request, before the group is ended
+TERM_SECONDS = 5.0
+KILL_SECONDS = 10.0
+
+State = Literal["starting", "running", "exited", "died", "elsewhere"]
+T = TypeVar("T")
+
+
+class Spec(msgspec.Struct, kw_only=True):
+    """spec.json. `argv` is masked; `details` holds what the kind adds (profile, layers, rows file, …)."""
+
+    schema: int = SCHEMA
+    id: str
+    kind: str
+    argv: list[str]
+    port: int | None = None
+    dump_dir: str | None = None
+    code: str = ""
+    sglang: str | None = None
+    created: float
+    details: dict[str, Any] = {}
+
+
+class Private(msgspec.Struct, kw_only=True):
+    """env.json: what the process really gets."""
+
+    argv: list[str]
+    env: dict[str, str]
+    lock: str | None = None
+
+
+class Running(msgspec.Struct, kw_only=True):
+    """run.json."""
+
+    schema: int = SCHEMA
+    id: str
+    supervisor: Process
+    child: Process
+    boot: str
+    machine: str
+    started: float
+
+
+class Exit(msgspec.Struct, kw_only=True):
+    """exit.json: `code` or, where it was killed, `signal`; `at` in seconds since the epoch."""
+
+    schema: int = SCHEMA
+    code: int | None
+    signal: int | None
+    at: float
+
+
+class Stopped(msgspec.Struct, kw_only=True):
+    """What a stop came to; `left` names everything that is still there."""
+
+    schema: int = SCHEMA
+    id: str
+    seconds: float
+    how: str
+    left: list[str]
+
+
+class Run:
+    """One run directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.id = folder.name
+
+    @property
+    def spec(self) -> Spec:
+        """What was asked. Raises UsageError where the folder is no run of ours."""
+        spec = _read(self.folder / "spec.json", Spec)
+        if spec is None:
+            raise UsageError(f"{self.folder} is no run: it has no readable spec.json")
+        return spec
+
+    @property
+    def private(self) -> Private:
+        """The real argv and environment."""
+        private = _read(self.folder / "env.json", Private)
+        if private is None:
+            raise UsageError(f"{self.folder}/env.json is missing or damaged")
+        return private
+
+    @property
+    def log(self) -> Path:
+        """What the run printed."""
+        return self.folder / f"{self.spec.kind}.log"
+
+    @property
+    def exit(self) -> Exit | None:
+        """How it ended, None while it has not or where nobody could write it down."""
+        return _read(self.folder / "exit.json", Exit)
+
+    @property
+    def running(self) -> Running | None:
+        """Who runs it, None before its supervisor said so."""
+        return _read(self.folder / "run.json", Running)
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether somebody asked it to stop."""
+        return (self.folder / "stop.json").exists()
+
+    def state(self) -> State:
+        """What is true now; `elsewhere` is a run of another machine that shares this home."""
+        if self.exit is not None:
+            return "exited"
+        running = self.running
+        if running is None:
+            young = time.time() - self.spec.created < 30
+            return "starting" if young else "died"
+        if running.machine != machine_id():
+            return "elsewhere"
+        if running.boot == boot_id() and any(process.alive() for process in (running.supervisor, running.child)):
+            return "running"
+        return "exited" if self.exit is not None else "died"
+
+    def alive(self) -> bool:
+        """Whether something of it runs here."""
+        return self.state() in ("starting", "running")
+
+    def processes(self) -> list[psutil.Process]:
+        """Every live process of this run: by the session it began in, or by its mark in the environment."""
+        session = self._session()
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                # A process that renames itself may overwrite its environment, one that leaves the session keeps it.
+                if os.getsid(process.pid) == session or process.environ().get(RUN_VARIABLE) == self.id:
+                    found.append(process)
+            except (psutil.Error, ProcessLookupError):
+                continue
+        return found
+
+    def _session(self) -> int | None:
+        """The session that the supervisor leads; None where that number is another process's by now."""
+        running = self.running
+        if running is None or running.boot != boot_id() or running.machine != machine_id():
+            return None
+        try:
+            same = Process.of(running.supervisor.pid) == running.supervisor
+        except OSError:
+            same = True  # the leader is gone, and its number is not given away while its session has a process
+        return running.supervisor.pid if same else None
+
+
+class Runs:
+    """All runs below one state folder."""
+
+    def __init__(self, state: Path) -> None:
+        self.state = state
+        self.folder = state / "runs"
+        self.locks = state / "locks"
+        for folder in (self.state, self.folder, self.locks):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def all(self, kind: str | None = None) -> list[Run]:
+        """Runs, the newest first."""
+        found = [Run(folder) for folder in self.folder.iterdir() if (folder / "spec.json").exists()]
+        chosen = [run for run in found if kind is None or run.id.startswith(f"{kind}-")]
+        return sorted(chosen, key=lambda run: run.spec.created, reverse=True)
+
+    def get(self, run_id: str) -> Run:
+        """The run of that id or unique start of an id. Raises UsageError where there is none, or several."""
+        matches = [run for run in self.all() if run.id == run_id] or [
+            run for run in self.all() if run.id.startswith(run_id)
+        ]
+        if len(matches) != 1:
+            known = ", ".join(run.id for run in (matches or self.all())[:5]) or "none at all"
+            raise UsageError(f"{'several runs begin' if matches else 'no run begins'} with {run_id!r}; runs: {known}")
+        return matches[0]
+
+    def lock_path(self, port: int, what: str = "") -> Path:
+        """The lock of this machine's server on `port`; `what` names a lock of its own beside it."""
+        return self.locks / f"{machine_id()}-{port}{what}"
+
+    def server(self, port: int | None = None) -> Run:
+        """The live server, on `port` if given. Raises RunDied where there is none, UsageError where several."""
+        live = [run for run in self.all("server") if run.alive() and port in (None, run.spec.port)]
+        if len(live) == 1:
+            return live[0]
+        if live:
+            ports = ", ".join(str(run.spec.port) for run in live)
+            raise UsageError(f"servers run on ports {ports}; say which with --port")
+        raise RunDied(f"no server of ours runs here{'' if port is None else f' on port {port}'}; `layertap launch` it")
+
+    def start(
+        self,
+        kind: str,
+        argv: list[str],
+        env: dict[str, str],
+        *,
+        code: str,
+        shown_argv: list[str] | None = None,
+        port: int | None = None,
+        lock: Path | None = None,
+        prepare: Callable[[Run], dict[str, str]] | None = None,
+        sglang: str | None = None,
+        dump_root: Path | None = None,
+        details: dict[str, Any] | None = None,
+    ) -> Run:
+        """Start a detached run; returns once its supervisor has written run.json.
+
+        `prepare` may put files into the folder and add to the environment before anything runs. Raises Locked where
+        `lock` is held, RunDied where the process could not be started.
+        """
+        created = time.time()
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(created))
+        run = Run(self.folder / f"{kind}-{stamp}-{secrets.token_hex(2)}")
+        run.folder.mkdir(mode=0o700)
+        spec = Spec(
+            id=run.id,
+            kind=kind,
+            argv=shown_argv or argv,
+            port=port,
+            dump_dir=str(dump_root / run.id) if dump_root else None,
+            code=code,
+            sglang=sglang,
+            created=created,
+            details=details or {},
+        )
+        env = {**env, RUN_VARIABLE: run.id, **(prepare(run) if prepare else {})}
+        write_json(run.folder / "env.json", Private(argv=argv, env=env, lock=str(lock) if lock else None))
+        write_json(run.folder / "spec.json", spec)
+        with open(os.open(run.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
+            supervisor = subprocess.Popen(
+                [sys.executable, "-P", "-m", "backends.runs", str(run.folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd=run.folder,
+                env={**os.environ, RUN_VARIABLE: run.id, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            )
+        while run.running is None and run.exit is None and supervisor.poll() is None:
+            time.sleep(0.02)
+        if supervisor.poll() == Locked.exit_code:
+            raise Locked(self._locked_by(port, lock))
+        if run.running is None:
+            raise RunDied(f"{kind} could not be started: {_tail(run.log)}")
+        return run
+
+    def _locked_by(self, port: int | None, lock: Path | None) -> str:
+        holder = next((run for run in self.all("server") if run.spec.port == port and run.alive()), None)
+        if holder is not None:
+            return (
+                f"a server of ours runs on port {port} already: {holder.id}; adopt it, stop it or choose another port"
+            )
+        return f"{lock} is held by another process"
+
+
+def supervise(folder: Path) -> int:
+    """Run what `folder` asks for in this process's group, and write down how it ended."""
+    run = Run(folder)
+    private = run.private
+    handles = []
+    if private.lock:
+        handle = os.open(private.lock, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return Locked.exit_code
+        handles = [handle]  # the child holds it too, in case this process is killed
+    # A stop asks the group; this process stays to write down how it ended.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    try:
+        child = subprocess.Popen(private.argv, env=private.env, cwd=folder, stdin=subprocess.DEVNULL, pass_fds=handles)
+    except OSError as error:
+        print(f"layertap: {private.argv[0]}: {error.strerror}", file=sys.stderr, flush=True)  # noqa: T201
+        return 127
+    write_json(
+        folder / "run.json",
+        Running(
+            id=run.id,
+            supervisor=Process.of(os.getpid()),
+            child=Process.of(child.pid),
+            boot=boot_id(),
+            machine=machine_id(),
+            started=time.time(),
+        ),
+    )
+    code = child.wait()
+    write_json(
+        folder / "exit.json",
+        Exit(code=code if code >= 0 else None, signal=-code if code < 0 else None, at=time.time()),
+    )
+    return 0
+
+
+def stop(run: Run, why: str, first: signal.Signals = signal.SIGTERM) -> Stopped:
+    """Ask the run to end, then end it, then look whether anything is left; its dump folder is removed.
+
+    Asks the main process with `first`, ends the group after `ASK_SECONDS`.
+    """
+    begun = time.monotonic()
+    state = run.state()
+    if state == "elsewhere":
+        raise UsageError(f"{run.id} runs on another machine that shares this home; stop it from there")
+    write_json(run.folder / "stop.json", {"schema": SCHEMA, "why": why, "at": time.time()})
+    how = "it was not running"
+    known = {process.pid for process in run.processes()}
+    running = run.running
+    if running is not None and running.child.alive() and running.boot == boot_id():
+        how = "asked"
+        _signal(running.child.pid, first)
+        _until(lambda: not run.processes(), ASK_SECONDS)
+    for number, seconds in ((signal.SIGTERM, TERM_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
+        remaining = run.processes()
+        if not remaining:
+            break
+        how = f"ended by {number.name}"
+        for process in remaining:
+            _signal(process.pid, number)
+        _until(lambda: not run.processes(), seconds)
+    left = [f"process {process.pid} ({_title(process)})" for process in run.processes()]
+    left += [f"GPU memory that NVML says process {pid} holds" for pid in sorted(_gpu_pids() & known)]
+    spec = run.spec
+    if spec.port is not None and spec.kind == "server" and not _until(lambda: port_free(spec.port or 0), 5.0):
+        left.append(f"port {spec.port} is still open")
+    if spec.dump_dir and not left:
+        shutil.rmtree(spec.dump_dir, ignore_errors=True)
+        if Path(spec.dump_dir).exists():
+            left.append(f"dump folder {spec.dump_dir}")
+    return Stopped(id=run.id, seconds=round(time.monotonic() - begun, 1), how=how, left=left)
+
+
+def port_free(port: int) -> bool:
+    """Whether a server could listen on `port` of the loopback address."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def boot_id() -> str:
+    """This boot of this machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def machine_id() -> str:
+    """This machine, stable over boots where it says so."""
+    for path in (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id")):
+        try:
+            if text := path.read_text().strip():
+                return text[:12]
+        except OSError:
+            continue
+    return socket.gethostname()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` (0600) atomically by `value` as JSON."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+    scratch.replace(path)
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _until(true: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:80] or str(process.name())
+    except psutil.Error:
+        return "gone"
+
+
+def _gpu_pids() -> set[int]:
+    """Processes that NVML says hold GPU memory; empty where there is no NVML."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:
+        return set()
+    try:
+        return {entry.pid for entry in _gpu_entries(pynvml)}
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu_entries(pynvml: Any) -> Iterator[Any]:
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        yield from pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(index))
+
+
+def _tail(path: Path) -> str:
+    lines = path.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it printed nothing"
+
+
+if __name__ == "__main__":
+    os.umask(0o077)
+    sys.exit(supervise(Path(sys.argv[1])))

@@ -1,0 +1,206 @@
+"""Watching a server run: its log into phases, its processes and port into evidence, both into a verdict."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from backends.diagnose import Evidence, Rank, diagnose
+from backends.runs import Run
+from backends.startup import Startup
+from capture.dump import DumpError, TapState, read_tap
+
+HEALTH_SECONDS = 25.0  # SGLang itself gives up after 20
+LOG_STEP = 4 << 20
+
+
+class ServerWatch:
+    """Evidence about one server run; look as often as you like, the log is read once."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.startup = Startup()
+        self.offset = 0
+        self.rest = b""
+        self.health = Health(run.spec.port or 0)
+        self.known: dict[int, psutil.Process] = {}
+        self.lock = threading.Lock()
+
+    def look(self) -> dict[str, Any]:
+        """Phases, verdict with evidence, the tap's state and the dumps, as they are now."""
+        with self.lock:
+            log_age = self._read_log()
+            tap, tap_error = self._tap()
+            evidence = self._evidence(log_age, tap, tap_error)
+            current = self.startup.current
+            return {
+                "phase": current.id if current else None,
+                "phase_seconds": evidence.phase_s,
+                "phases": msgspec.to_builtins(self.startup.phases),
+                "verdict": msgspec.to_builtins(diagnose(evidence)),
+                "ready": diagnose(evidence).verdict == "healthy",
+                "tap": msgspec.to_builtins(tap),
+                "layers": tap.layers.words() if tap and tap.layers else None,
+                "dumps": self._dumps(tap),
+                "log_lines": self.startup.lines,
+                "log_bytes": self.offset,
+                "health": evidence.health,
+            }
+
+    def _read_log(self) -> float | None:
+        """Feed what is new in the log; returns how many seconds ago it last grew."""
+        try:
+            with self.run.log.open("rb") as file:
+                file.seek(self.offset)
+                while block := file.read(LOG_STEP):
+                    self.offset += len(block)
+                    whole, _, self.rest = (self.rest + block).rpartition(b"\n")
+                    if whole:
+                        self.startup.feed(whole.decode(errors="replace") + "\n")
+            return max(0.0, time.time() - self.run.log.stat().st_mtime)
+        except OSError:
+            return None
+
+    def _tap(self) -> tuple[TapState | None, str | None]:
+        folder = self.run.spec.dump_dir
+        if folder is None:
+            return None, None
+        try:
+            return read_tap(Path(folder)), None
+        except DumpError as error:
+            return None, str(error)
+
+    def _evidence(self, log_age: float | None, tap: TapState | None, tap_error: str | None) -> Evidence:
+        run, startup = self.run, self.startup
+        state, ended, port = run.state(), run.exit, run.spec.port or 0
+        processes = {process.pid: process for process in run.processes()} if state == "running" else {}
+        listener = _listener(port, set(processes))
+        current = startup.current
+        return Evidence(
+            process_alive=state in ("running", "starting"),
+            exit_code=ended.code if ended else None,
+            signal=ended.signal if ended else None,
+            stop_requested=run.stop_asked,
+            port=port,
+            port_open=listener is not None,
+            listener_is_ours=listener,
+            health=self.health.status if listener else None,
+            health_s=self.health.seconds if listener else None,
+            log_silent_s=log_age,
+            log_lines=startup.lines,
+            phase=current.id if current else None,
+            phase_s=max(0.0, time.time() - current.started) if current and current.started else None,
+            crashed=startup.crashed,
+            ready_seen=startup.ready,
+            tap_in=tap.inside if tap else False if startup.ready else None,
+            tap_error=tap_error or (tap.error if tap else None),
+            ranks=self._ranks(processes),
+        )
+
+    def _ranks(self, processes: dict[int, psutil.Process]) -> list[Rank]:
+        """Schedulers and detokenizer, told by the titles that SGLang gives them; their CPU since the last look."""
+        ranks = []
+        for pid, process in processes.items():
+            known = self.known.get(pid)
+            try:
+                title = "".join((known or process).cmdline()[:1])
+                if title.startswith("sglang::"):
+                    percent = (known or process).cpu_percent()
+                    state = (known or process).status()
+                    name = title.removeprefix("sglang::")
+                    ranks.append(Rank(name=name, pid=pid, cpu_percent=percent if known else None, state=state))
+            except psutil.Error:
+                continue
+        self.known = {pid: self.known.get(pid, process) for pid, process in processes.items()}
+        return ranks
+
+    def _dumps(self, tap: TapState | None) -> dict[str, Any] | None:
+        folder = self.run.spec.dump_dir
+        if tap is None or folder is None:
+            return None
+        try:
+            usage = psutil.disk_usage(folder)
+        except OSError:
+            return None
+        return {
+            "seen": tap.seen,
+            "failed": tap.failed,
+            "free_bytes": usage.free,
+            "total_bytes": usage.total,
+            "slots": tap.slots,
+            "slots_free": tap.slots_free,
+            "bytes_per_token": tap.bytes_per_token,
+            "writer_pid": tap.writer_pid,
+            "writers_lost": tap.writers_lost,
+        }
+
+
+class Health:
+    """Asks /health in a thread of its own, since a stuck server takes 20 s to say so. `status` is the last answer."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self._status: int | None = None
+        self._seconds: float | None = None
+        self._asking = False
+
+    @property
+    def status(self) -> int | None:
+        """HTTP status of the last answer; asks anew."""
+        if not self._asking:
+            self._asking = True
+            threading.Thread(target=self._ask, daemon=True).start()
+        return self._status
+
+    @property
+    def seconds(self) -> float | None:
+        """How long that answer took."""
+        return self._seconds
+
+    def _ask(self) -> None:
+        begun = time.monotonic()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=HEALTH_SECONDS)
+        try:
+            connection.request("GET", "/health")
+            self._status = connection.getresponse().status
+        except (OSError, http.client.HTTPException):
+            self._status = None
+        finally:
+            connection.close()
+            self._seconds = round(time.monotonic() - begun, 3)
+            self._asking = False
+
+
+def _listener(port: int, ours: set[int]) -> bool | None:
+    """Who listens on `port`: True for one of `ours`, False for another process, None for nobody."""
+    inodes = _listening_inodes(port)
+    if not inodes:
+        return None
+    for pid in ours:
+        try:
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
+                if entry.readlink().name.removeprefix("socket:[").rstrip("]") in inodes:
+                    return True
+        except OSError:
+            continue
+    return False
+
+
+def _listening_inodes(port: int) -> set[str]:
+    found = set()
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                found.add(fields[9])
+    return found

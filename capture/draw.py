@@ -1,0 +1,142 @@
+"""Drawing: send one prompt to the server, get the folder of its dump.
+
+The answer of `/generate` only says that the prompt was prefilled; what counts is the line in dumps.jsonl.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import secrets
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from capture import dump
+from capture.dump import Journal, TapState
+from capture.server import Process, Server, ServerGone
+from capture.tap import Rid
+
+FOLLOW_SECONDS = 0.01
+DUMP_SECONDS = 120.0  # from the server's answer to the line in dumps.jsonl
+CONNECTIONS = 512
+
+
+class DrawError(Exception):
+    """A prompt that gave no dump. `hopeless` where asking again cannot help."""
+
+    def __init__(self, reason: str, *, hopeless: bool = False) -> None:
+        super().__init__(reason)
+        self.hopeless = hopeless
+
+
+class Busy(Exception):
+    """Somebody else draws from that server, or writes to that folder."""
+
+
+def lock(path: Path, what: str) -> int:
+    """Take a lock that this process keeps until it ends; returns its handle. Raises Busy where it is held."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise Busy(what) from None
+    return handle
+
+
+class Drawer:
+    """One drawer a server at a time (`lock`); an async context that follows dumps.jsonl while it is open."""
+
+    def __init__(self, server: Server, tap: TapState, name: str | None = None) -> None:
+        self.server, self.tap = server, tap
+        # A name of its own for every drawer makes each rid new, whatever an earlier one left behind.
+        self.name = name or secrets.token_hex(4)
+        self.dump_dir = Path(server.dump_dir)
+        self.waiting: dict[str, asyncio.Future[dump.Line]] = {}
+        self.scheduler = Process.of(tap.pid)
+
+    async def __aenter__(self) -> Drawer:
+        import aiohttp
+
+        self.session = aiohttp.ClientSession(
+            self.server.url,
+            headers=self.server.headers,
+            connector=aiohttp.TCPConnector(limit=CONNECTIONS),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+        )
+        self.follower = asyncio.create_task(self._follow())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.follower.cancel()
+        await asyncio.gather(self.follower, return_exceptions=True)
+        await self.session.close()
+
+    async def draw(self, row: int, attempt: int, ids: list[int]) -> tuple[str, Path]:
+        """Prefill `ids` once; returns the rid and the dump's folder, which is the caller's to remove.
+
+        Raises DrawError where this prompt gave no dump, ServerGone where the server is dead.
+        """
+        rid = str(Rid(self.server.secret, self.name, row, attempt, len(ids)))
+        line: asyncio.Future[dump.Line] = asyncio.get_running_loop().create_future()
+        self.waiting[rid] = line
+        try:
+            await self._generate(rid, ids)
+            found = await asyncio.wait_for(line, DUMP_SECONDS)
+        except TimeoutError:
+            self.check_alive()
+            raise DrawError(f"the server answered, but no dump came within {DUMP_SECONDS:.0f} s") from None
+        finally:
+            self.waiting.pop(rid, None)
+        folder = dump.request_folder(self.dump_dir, found.n)
+        if found.state != "done":
+            dump.remove(folder)
+            raise DrawError(found.reason or "the tap gave no reason")
+        return rid, folder
+
+    async def _generate(self, rid: str, ids: list[int]) -> None:
+        import aiohttp
+
+        body = {"input_ids": ids, "rid": rid, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
+        try:
+            async with self.session.post("/generate", json=body) as answer:
+                if answer.status == 200:
+                    await answer.read()
+                    return
+                text = (await answer.text())[:300]
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            self.check_alive()
+            raise DrawError(f"/generate: {error}") from error
+        raise DrawError(f"/generate answered {answer.status}: {text}", hopeless=400 <= answer.status < 500)
+
+    def check_alive(self) -> None:
+        """Raise ServerGone where the server's process, or the one that holds the tap, is dead."""
+        if not self.scheduler.alive() or not self.server.process.alive():
+            raise ServerGone(f"the server {self.server.run} is dead; `layertap launch` it, then give the command again")
+
+    async def _follow(self) -> None:
+        journal = Journal(self.dump_dir)
+        while True:
+            for line in journal.read():
+                waiting = self.waiting.get(line.rid)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(line)
+                else:  # left by an earlier drawer, which nobody waits for any more
+                    dump.remove(dump.request_folder(self.dump_dir, line.n))
+            await asyncio.sleep(FOLLOW_SECONDS)
+
+
+def stats(tensor: Any) -> dict[str, Any]:
+    """Shape, dtype, mean, standard deviation and the norm of each row of a state `[tokens, hidden]`."""
+    wide = tensor.float()
+    return {
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "mean": float(wide.mean()),
+        "std": float(wide.std(correction=0)),
+        "norms": [float(norm) for norm in wide.norm(dim=-1)],
+    }

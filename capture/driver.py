@@ -1,0 +1,457 @@
+"""The extract run: rows -> /generate -> dumps -> verify -> dataset.
+
+It may be killed at any moment: a sample is `written` only when its files are on disk and the ledger says so, and
+whatever else was under way is drawn again by the next run, into the same files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import signal
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from capture import code_hash, dump, formats, gate, manifest, rows, verify
+from capture.draw import Drawer, DrawError, lock
+from capture.ledger import Change, Ledger, Sample
+from capture.rows import RowOptions
+from capture.server import Server, ServerGone
+
+ATTEMPTS = 3
+BACK_OFF = 0.3  # seconds before the second attempt, four times as many before each further one
+WRITERS = 4
+MOST_IN_FLIGHT = 256
+TMPFS_SHARE = 0.7
+COMMIT_SECONDS = 0.25
+REPORT_SECONDS = 0.5
+DRAIN_SECONDS = 30.0
+FAILURES_SHOWN = 20
+
+
+class ExtractJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What an extraction is asked for; paths are the host's. `lock` is the server's lock for drawing."""
+
+    server: Server
+    lock: str
+    rows: str
+    output: str
+    formats: list[str]
+    options: RowOptions
+    layertap: str
+    allow_volatile: bool = False
+
+
+class Stop(Exception):
+    """The run ends early; `exit_code` says how, the sentence why."""
+
+    def __init__(self, exit_code: int, why: str) -> None:
+        super().__init__(why)
+        self.exit_code = exit_code
+
+
+class NotSafe(Exception):
+    """The gate refuses this server."""
+
+
+class Progress(msgspec.Struct, kw_only=True):
+    """progress.json of an extraction. Rates are over the last ten seconds; None where unknown."""
+
+    schema: int = 1
+    phase: str
+    output: str
+    samples: int = 0
+    pending: int = 0
+    sent: int = 0
+    captured: int = 0
+    written: int = 0
+    failed: int = 0
+    bad_rows: int = 0
+    overlong_rows: int = 0
+    tokens: int = 0
+    tokens_written: int = 0
+    tokens_per_second: float | None = None
+    bytes_written: int = 0
+    eta_seconds: float | None = None
+    seconds: float = 0.0
+    failures: list[verify.Failure] = []
+
+
+def extract(job: ExtractJob, report: Callable[[Any], None], say: Callable[[str], None]) -> int:
+    """Run an extraction to its end; returns the exit code (0 all written, 1 some failed).
+
+    `report` gets a `Progress` now and then, `say` a sentence for the log. Raises ManifestError, LedgerError,
+    InputError, Busy, NotSafe, ServerGone or Stop.
+    """
+    output = Path(job.output)
+    _check_output(job, output, say)
+    output_lock = lock(output / ".lock", f"another extraction writes to {output}")
+    server_lock = lock(Path(job.lock), f"another job draws from the server {job.server.run}")
+    try:
+        extraction = Extraction(job, output, report, say)
+        extraction.prepare()
+        return asyncio.run(extraction.drive())
+    finally:
+        os.close(output_lock)
+        os.close(server_lock)
+
+
+def _check_output(job: ExtractJob, output: Path, say: Callable[[str], None]) -> None:
+    if output.exists() and not output.is_dir():
+        raise manifest.ManifestError(f"{output} is a file; give a folder")
+    there = [entry.name for entry in output.iterdir()] if output.is_dir() else []
+    if there and "manifest.json" not in there and there != [".lock"]:
+        raise manifest.ManifestError(f"{output} is not empty and holds no dataset; give a new or empty folder")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise manifest.ManifestError(f"{output}: {error.strerror}") from error
+    if manifest.volatile(output) and not job.allow_volatile:
+        raise manifest.ManifestError(
+            f"{output} lies in memory (tmpfs), a reboot would take it; choose a disk, or say --allow-volatile"
+        )
+    if manifest.on_network(output):
+        say(f"warning: {output} lies on a network file system; its locks and fsync may mean less than a local disk's")
+
+
+class Extraction:
+    """One run of the driver."""
+
+    def __init__(
+        self, job: ExtractJob, output: Path, report: Callable[[Any], None], say: Callable[[str], None]
+    ) -> None:
+        self.job, self.output, self.report, self.say = job, output, report, say
+        self.progress = Progress(phase="preparing", output=str(output))
+        self.begun = time.monotonic()
+        self.changes: list[Change] = []
+        self.stopping: BaseException | None = None
+        self.pace: deque[tuple[float, int]] = deque()
+
+    def prepare(self) -> None:
+        """Everything before the first prompt: gate, settings, tokens."""
+        self.report(self.progress)
+        tap, info = self._pass_gate(longest=None)
+        assert tap.layers is not None
+        self.tap, self.boundaries = tap, tap.layers.boundaries
+        for name in self.job.formats:
+            if name not in formats.FORMATS:
+                raise manifest.ManifestError(f"no format is called {name!r}; there are {', '.join(formats.FORMATS)}")
+            if reason := formats.FORMATS[name].refuse(tap.dtype, len(self.boundaries)):
+                raise manifest.ManifestError(f"--format {name}: {reason}")
+        tokenizer = rows.load_tokenizer(self.job.server.model, self.job.server.trust_remote_code)
+        self.manifest = self._make_manifest(info, tokenizer)
+        self.ledger = Ledger(self.output)
+        self._tokenise(tokenizer, info)
+        self._pass_gate(self.ledger.longest())
+        self.ledger.reopen()
+        self._count()
+
+    def _pass_gate(self, longest: int | None) -> tuple[dump.TapState, dict[str, Any]]:
+        tap, info = dump.read_tap(Path(self.job.server.dump_dir)), self.job.server.info()
+        findings = gate.check(info, tap, gate.Expected(code_hash(), self.job.server.model, longest))
+        if refusal := gate.refusal(findings):
+            raise NotSafe(refusal)
+        for finding in findings:
+            self.say(f"warning: {finding.what}; {finding.remedy}")
+        assert tap is not None
+        return tap, info
+
+    def _make_manifest(self, info: dict[str, Any], tokenizer: Any) -> manifest.Manifest:
+        tap, options = self.tap, self.job.options
+        assert tap.layers is not None
+        settings = manifest.Settings(
+            model=tap.model,
+            model_config=manifest.hash_file(Path(tap.model) / "config.json"),
+            tokenizer=manifest.hash_tokenizer(tokenizer),
+            chat_template=manifest.hash_text(tokenizer.chat_template or ""),
+            layers=tap.layers,
+            hidden=tap.hidden,
+            dtype=tap.dtype,
+            max_length=options.max_length,
+            overlong=options.overlong,
+            last_turn_only=options.last_turn_only,
+            formats=sorted(self.job.formats),
+        )
+        created, input_hash = time.time(), ""
+        if (self.output / "manifest.json").exists():
+            earlier = manifest.read_manifest(self.output)
+            manifest.require_same(earlier.settings, settings, self.output)
+            created, input_hash = earlier.created, earlier.input_hash
+        made = manifest.Manifest(
+            settings=settings,
+            norms={
+                name: "before the final norm" if name != "final" else "after the final norm"
+                for name in dump.state_names(len(tap.layers.boundaries))
+            },
+            input=self.job.rows,
+            input_hash=input_hash,
+            sglang=tap.sglang,
+            layertap=self.job.layertap,
+            profile=self.job.server.profile,
+            server=_public(info),
+            created=created,
+            updated=time.time(),
+        )
+        manifest.write_manifest(self.output, made)
+        return made
+
+    def _tokenise(self, tokenizer: Any, info: dict[str, Any]) -> None:
+        """Tokenise the input unless it is the one that the ledger holds already."""
+        now = rows.read_hash(self.job.rows)
+        if now == self.manifest.input_hash:
+            self.say(f"{self.job.rows} is tokenised already")
+            return
+        self.progress.phase = "tokenising"
+        self.report(self.progress)
+        options = self.job.options
+        if options.max_length is None:
+            options = msgspec.structs.replace(options, max_length=gate.longest_prompt(info))
+        added = self.ledger.add(rows.tokenise(self.job.rows, tokenizer, options, vocab_size=len(tokenizer)))
+        self.manifest.input_hash = now
+        manifest.write_manifest(self.output, self.manifest)
+        self.say(f"{self.job.rows}: {added} samples added, {len(self.ledger.unused('bad'))} bad rows")
+        for file, line, reason in self.ledger.unused("bad"):
+            self.say(f"{file}:{line}: {reason}")
+
+    def _count(self) -> None:
+        counts, progress = self.ledger.counts(), self.progress
+        progress.samples = sum(counts.values())
+        progress.pending, progress.written = counts["pending"], counts["written"]
+        progress.bad_rows, progress.overlong_rows = len(self.ledger.unused("bad")), len(self.ledger.unused("overlong"))
+        progress.tokens, progress.tokens_written = self.ledger.total(), self.ledger.total("written")
+        progress.bytes_written = self.ledger.bytes_written()
+
+    async def drive(self) -> int:
+        """Draw what is pending; returns the exit code."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop, Stop(130, "it was asked to stop"))
+        self.progress.phase = "extracting"
+        self.budget = Budget(self._tokens_in_flight())
+        tasks: set[asyncio.Task[None]] = set()
+        with ThreadPoolExecutor(WRITERS) as self.pool:
+            async with Drawer(self.job.server, self.tap) as self.drawer:
+                keepers = [asyncio.create_task(self._commit_often()), asyncio.create_task(self._look_after())]
+                try:
+                    for sample in self.ledger.samples("pending"):
+                        await self.budget.take(sample.tokens, lambda: self.stopping is not None)
+                        if self.stopping:
+                            break
+                        task = asyncio.create_task(self._one(sample))
+                        tasks.add(task)
+                        task.add_done_callback(tasks.discard)
+                    await self._drain(tasks)
+                finally:
+                    for keeper in keepers:
+                        keeper.cancel()
+                    await asyncio.gather(*keepers, return_exceptions=True)
+        return self._finish()
+
+    async def _drain(self, tasks: set[asyncio.Task[None]]) -> None:
+        """Let what is under way end; where the run stops, not for long."""
+        since: float | None = None
+        while tasks:
+            await asyncio.wait(tasks, timeout=0.2)
+            if self.stopping and since is None:
+                since = time.monotonic()
+            gone = isinstance(self.stopping, ServerGone)
+            if since is not None and (gone or time.monotonic() - since > DRAIN_SECONDS):
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                return
+
+    def _finish(self) -> int:
+        progress = self.progress
+        try:
+            self._commit()
+            self._count()
+            self.manifest.counts = self.ledger.counts() | {
+                "bad_rows": progress.bad_rows,
+                "overlong_rows": progress.overlong_rows,
+            }
+            self.manifest.updated = time.time()
+            manifest.write_manifest(self.output, self.manifest)
+        except (OSError, sqlite3.OperationalError) as error:
+            self._stop(_output_full(self.output, error))
+        progress.phase = "stopped" if self.stopping else "finished"
+        progress.tokens_per_second = progress.eta_seconds = None
+        self.report(progress)
+        if self.stopping:
+            raise self.stopping
+        return 1 if progress.failed or progress.bad_rows else 0
+
+    async def _one(self, sample: Sample) -> None:
+        """Draw one sample until it is written or has failed; never raises for the sample's own sake."""
+        try:
+            await self._attempts(sample)
+        except (ServerGone, Stop) as error:
+            self._stop(error)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # a bug of ours must not look like a finished run
+            self._stop(error)
+        finally:
+            self.budget.give_back(sample.tokens)
+
+    async def _attempts(self, sample: Sample) -> None:
+        ids, mask = self.ledger.tokens(sample)
+        reason, attempts = "", sample.attempts
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(BACK_OFF * 4 ** (attempt - 1))
+            if self.stopping:
+                return
+            attempts += 1
+            self.changes.append(Change(sample.number, "sent", attempts))
+            self.progress.pending -= 1
+            self.progress.sent += 1
+            try:
+                rid, folder = await self.drawer.draw(sample.number, attempts, ids)
+            except DrawError as error:
+                self.progress.sent -= 1
+                self.progress.pending += 1
+                reason = str(error)
+                if error.hopeless:
+                    break
+                continue
+            self.progress.sent -= 1
+            self.progress.captured += 1
+            try:
+                await self._keep(sample, attempts, rid, folder, ids, mask)
+                return
+            except (verify.VerificationError, dump.DumpError) as error:
+                reason = str(error)
+                self.progress.pending += 1
+            finally:
+                self.progress.captured -= 1
+        self.progress.pending -= 1
+        self.progress.failed += 1
+        self.changes.append(Change(sample.number, "failed", attempts, reason))
+        failure = verify.Failure(sample.number, None, reason)
+        self.progress.failures = [failure, *self.progress.failures][:FAILURES_SHOWN]
+        self.say(f"sample {sample.number} ({sample.file}:{sample.line}) failed: {reason}")
+
+    async def _keep(
+        self, sample: Sample, attempts: int, rid: str, folder: Path, ids: list[int], mask: list[int]
+    ) -> None:
+        """Verify a dump, write it in every format, and only then let it go."""
+        loop = asyncio.get_running_loop()
+        try:
+            files = await loop.run_in_executor(self.pool, self._write, sample.number, rid, folder, ids, mask)
+        finally:
+            await loop.run_in_executor(self.pool, dump.remove, folder)
+        self.changes.append(Change(sample.number, "written", attempts, None, files))
+        self.progress.written += 1
+        self.progress.tokens_written += sample.tokens
+        self.progress.bytes_written += sum(file.bytes for file in files)
+
+    def _write(self, number: int, rid: str, folder: Path, ids: list[int], mask: list[int]) -> list[Any]:
+        import torch
+
+        states = verify.read_dump(folder, rid, ids, self.boundaries, self.tap.hidden, self.tap.dtype)
+        all_ids, all_mask = torch.tensor(ids), torch.tensor(mask)
+        try:
+            return [
+                formats.write(name, self.output, number, states, all_ids, all_mask)
+                for name in self.manifest.settings.formats
+            ]
+        except OSError as error:
+            raise _output_full(self.output, error) from error
+
+    def _stop(self, why: BaseException) -> None:
+        """Admit nothing more and end; the first reason counts."""
+        if self.stopping is None:
+            self.stopping = why
+            self.budget.wake()
+
+    async def _commit_often(self) -> None:
+        while True:
+            await asyncio.sleep(COMMIT_SECONDS)
+            try:
+                self._commit()
+            except (OSError, sqlite3.OperationalError) as error:
+                self._stop(_output_full(self.output, error))
+
+    def _commit(self) -> None:
+        changes, self.changes = self.changes, []
+        try:
+            self.ledger.settle(changes)
+        except BaseException:
+            self.changes = changes + self.changes
+            raise
+
+    async def _look_after(self) -> None:
+        while True:
+            try:
+                self.drawer.check_alive()
+            except ServerGone as error:
+                self._stop(error)
+            self._pace()
+            self.report(self.progress)
+            await asyncio.sleep(REPORT_SECONDS)
+
+    def _pace(self) -> None:
+        now, progress = time.monotonic(), self.progress
+        self.pace.append((now, progress.tokens_written))
+        while now - self.pace[0][0] > 10:
+            self.pace.popleft()
+        (before, tokens), progress.seconds = self.pace[0], round(now - self.begun, 1)
+        rate = (progress.tokens_written - tokens) / (now - before) if now > before else 0.0
+        progress.tokens_per_second = round(rate, 1) if rate else None
+        progress.eta_seconds = round((progress.tokens - progress.tokens_written) / rate, 1) if rate else None
+
+    def _tokens_in_flight(self) -> int:
+        """What arena and tmpfs hold: two arenas' worth to keep the server's queue full, less where tmpfs is small."""
+        free = shutil.disk_usage(self.job.server.dump_dir).free - self.tap.reserve
+        in_memory = int(max(free, 0) * TMPFS_SHARE) // self.tap.bytes_per_token
+        return min(2 * self.tap.slots * self.tap.slot_tokens, in_memory)
+
+
+class Budget:
+    """Tokens and requests that may be under way at once; a sample larger than the budget goes alone."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = max(tokens, 1)
+        self.taken = self.requests = 0
+        self.freed = asyncio.Event()
+
+    async def take(self, tokens: int, give_up: Callable[[], bool]) -> None:
+        """Wait until `tokens` fit, or until `give_up`."""
+        while self.requests and (self.taken + tokens > self.tokens or self.requests >= MOST_IN_FLIGHT):
+            if give_up():
+                return
+            self.freed.clear()
+            await self.freed.wait()
+        self.taken += tokens
+        self.requests += 1
+
+    def give_back(self, tokens: int) -> None:
+        """A sample has ended."""
+        self.taken -= tokens
+        self.requests -= 1
+        self.freed.set()
+
+    def wake(self) -> None:
+        """Have who waits look whether to give up."""
+        self.freed.set()
+
+
+def _output_full(output: Path, error: BaseException) -> Stop:
+    full = isinstance(error, sqlite3.OperationalError) or getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT)
+    what = "is full" if full else f"cannot be written: {getattr(error, 'strerror', error)}"
+    return Stop(1, f"{output} {what}; nothing is lost: make room and give the same command again")
+
+
+def _public(info: dict[str, Any]) -> dict[str, Any]:
+    """The server's resolved arguments without secrets and without what changes from minute to minute."""
+    hidden = ("api_key", "admin_api_key", "internal_states", "launch_command", "env_vars", "startup_time")
+    return {key: value for key, value in info.items() if key not in hidden}

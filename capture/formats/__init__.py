@@ -1,0 +1,71 @@
+"""Training formats: one module each, all with the same four functions.
+
+path(number)                          where sample `number` lies, relative to the dataset
+bytes_per_token(hidden, layers, itemsize)   tensor bytes that a token takes
+refuse(dtype, layers)                 why it cannot be written from such states, None where it can
+encode(states, ids, mask)             the file's bytes
+decode(data)                          (ids, mask, states) out of a file's bytes, for verification
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from capture.formats import native, specforge
+from capture.ledger import WrittenFile
+
+
+class Format(Protocol):
+    """What a format's module offers; `states` maps a state's name to a tensor `[tokens, hidden]`."""
+
+    def path(self, number: int) -> str:
+        """Path of a sample's file, relative to the dataset."""
+
+    def bytes_per_token(self, hidden: int, layers: int, itemsize: int) -> int:
+        """Bytes that one token takes in a file."""
+
+    def refuse(self, dtype: str, layers: int) -> str | None:
+        """Why states of that dtype and number of layers do not fit, None where they do."""
+
+    def encode(self, states: dict[str, Any], ids: Any, mask: Any) -> bytes:
+        """The file of a sample; `ids` and `mask` are int64 `[tokens]`."""
+
+    def decode(self, data: bytes, layers: int) -> tuple[Any, Any, dict[str, Any]]:
+        """Ids, mask and states out of a file. Raises ValueError naming what is not as it should be."""
+
+
+FORMATS: dict[str, Format] = {"native": native, "specforge": specforge}
+
+
+def write(name: str, output: Path, number: int, states: dict[str, Any], ids: Any, mask: Any) -> WrittenFile:
+    """Write a sample in format `name`: whole and on disk under its name, or not there at all. Raises OSError."""
+    import xxhash
+
+    chosen = FORMATS[name]
+    data = chosen.encode(states, ids, mask)
+    relative = chosen.path(number)
+    path = output / relative
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.part")
+    try:
+        with scratch.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+    return WrittenFile(name, relative, len(data), xxhash.xxh3_64_hexdigest(data))
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

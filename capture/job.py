@@ -1,0 +1,215 @@
+"""Jobs: what reads many rows or tensors runs here, on the host, as a run of its own.
+
+A job's process stands in its run folder, reads job.json, renews progress.json, and ends with result.json and an exit
+code. What it has to say goes to its log.
+
+usage: python -m capture.job KIND
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from capture import code_hash, draw, driver, dump, formats, gate, ledger, manifest, plan, rows, verify
+from capture.rows import RowOptions
+from capture.server import Server, ServerGone
+
+EXIT_CODES: list[tuple[type[BaseException] | tuple[type[BaseException], ...], int]] = [
+    (draw.Busy, 7),
+    (driver.NotSafe, 6),
+    (ServerGone, 9),
+    ((rows.InputError, manifest.ManifestError, ledger.LedgerError, dump.DumpError), 2),
+    (draw.DrawError, 1),
+    (verify.VerificationError, 1),
+]
+
+
+class TryJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt, as text or as a user's message (`chat`)."""
+
+    server: Server
+    lock: str
+    text: str
+    chat: bool = False
+
+
+class PlanJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What an extraction would do. Sizes need `hidden`, `layers` and `dtype`, from a server or the model's config."""
+
+    rows: str
+    model: str
+    trust_remote_code: bool
+    options: RowOptions
+    formats: list[str]
+    output: str | None
+    layers: int
+
+
+class VerifyJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A dataset to verify."""
+
+    output: str
+
+
+def report(progress: Any) -> None:
+    """Renew progress.json."""
+    dump.write_json(Path("progress.json"), progress)
+
+
+def say(text: str) -> None:
+    """A line in the job's log."""
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)  # noqa: T201
+
+
+def run_try(job: TryJob) -> tuple[int, Any]:
+    """Send one prompt and describe what came out of it."""
+    server = job.server
+    handle = draw.lock(Path(job.lock), f"another job draws from the server {server.run}")
+    try:
+        tap, info = dump.read_tap(Path(server.dump_dir)), server.info()
+        findings = gate.check(info, tap, gate.Expected(code_hash(), server.model))
+        if tap is None or not tap.inside or tap.code != code_hash():
+            raise driver.NotSafe(gate.refusal(findings) or "the tap is not in")
+        tokenizer = rows.load_tokenizer(server.model, server.trust_remote_code)
+        ids = prompt_ids(tokenizer, job)
+        return 0, asyncio.run(_try(server, tap, ids, tokenizer, findings))
+    finally:
+        os.close(handle)
+
+
+def prompt_ids(tokenizer: Any, job: TryJob) -> list[int]:
+    """The prompt's token ids. Raises InputError for one without tokens."""
+    if job.chat:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": job.text}], tokenize=False, add_generation_prompt=True
+        )
+    else:
+        text = job.text
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not ids:
+        raise rows.InputError("the prompt has no tokens; give some text")
+    return ids
+
+
+async def _try(
+    server: Server, tap: dump.TapState, ids: list[int], tokenizer: Any, findings: list[gate.Finding]
+) -> dict[str, Any]:
+    assert tap.layers is not None
+    begun = time.monotonic()
+    async with draw.Drawer(server, tap) as drawer:
+        rid, folder = await drawer.draw(0, 0, ids)
+        seconds = time.monotonic() - begun
+        try:
+            states = verify.read_dump(folder, rid, ids, tap.layers.boundaries, tap.hidden, tap.dtype)
+        finally:
+            dump.remove(folder)
+    return {
+        "schema": 1,
+        "seconds": round(seconds, 4),
+        "tokens": [{"id": number, "text": tokenizer.decode([number])} for number in ids],
+        "rows": len(next(iter(states.values()))),
+        "layers": msgspec.to_builtins(tap.layers),
+        "layers_words": tap.layers.words(),
+        "states": {name: draw.stats(state) for name, state in states.items()},
+        "findings": msgspec.to_builtins(findings),
+    }
+
+
+def run_plan(job: PlanJob) -> tuple[int, Any]:
+    """Read and tokenise the rows and say what extracting them would take."""
+    for name in job.formats:
+        if name not in formats.FORMATS:
+            raise rows.InputError(f"no format is called {name!r}; there are {', '.join(formats.FORMATS)}")
+    hidden, itemsize = model_size(job.model)
+    tokenizer = rows.load_tokenizer(job.model, job.trust_remote_code)
+    sizes = {name: float(formats.FORMATS[name].bytes_per_token(hidden, job.layers, itemsize)) for name in job.formats}
+    made = plan.make_plan(
+        rows.tokenise(job.rows, tokenizer, job.options, vocab_size=len(tokenizer)),
+        sizes,
+        Path(job.output) if job.output else None,
+        tokenizer,
+        lambda done: report({"schema": 1, "rows": done}),
+    )
+    return (1 if made.bad else 0), made
+
+
+def model_size(model: str) -> tuple[int, int]:
+    """Hidden size and bytes a value of a model's states, from its config.json. Raises InputError."""
+    try:
+        config = msgspec.json.decode((Path(model) / "config.json").read_bytes())
+    except (OSError, msgspec.MsgspecError) as error:
+        raise rows.InputError(f"{model}/config.json: {error}") from error
+    text = config.get("text_config") or config
+    hidden = text.get("hidden_size")
+    if not isinstance(hidden, int):
+        raise rows.InputError(f"{model}/config.json says no hidden_size")
+    dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+    return hidden, 4 if dtype == "float32" else 2
+
+
+def run_verify(job: VerifyJob) -> tuple[int, Any]:
+    """Verify a dataset."""
+    last = [0.0]
+
+    def progress(done: int, total: int) -> None:
+        if done == total or time.monotonic() - last[0] > 0.3:
+            last[0] = time.monotonic()
+            report({"schema": 1, "done": done, "total": total})
+
+    made = verify.verify_dataset(Path(job.output), progress)
+    return (1 if made.failed else 0), made
+
+
+def run_extract(job: driver.ExtractJob) -> tuple[int, Any]:
+    """Run an extraction; its result is its last progress."""
+    seen: list[Any] = []
+
+    def keep(progress: driver.Progress) -> None:
+        seen[:] = [progress]
+        report(progress)
+
+    return driver.extract(job, keep, say), seen[0]
+
+
+JOBS: dict[str, tuple[Any, Callable[[Any], tuple[int, Any]]]] = {
+    "try": (TryJob, run_try),
+    "plan": (PlanJob, run_plan),
+    "extract": (driver.ExtractJob, run_extract),
+    "verify": (VerifyJob, run_verify),
+}
+
+
+def main(kind: str) -> int:
+    """Run the job of this folder."""
+    os.umask(0o077)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    shape, run = JOBS[kind]
+    job = msgspec.json.decode(Path("job.json").read_bytes(), type=shape)
+    try:
+        code, result = run(job)
+    except driver.Stop as error:
+        code, result = error.exit_code, {"error": str(error)}
+    except KeyboardInterrupt:
+        code, result = 130, {"error": "it was asked to stop"}
+    except Exception as error:
+        known = next((code for kinds, code in EXIT_CODES if isinstance(error, kinds)), None)
+        if known is None:
+            raise  # the log gets the traceback, exit.json the code
+        code, result = known, {"error": str(error)}
+    if isinstance(result, dict) and "error" in result:
+        say(result["error"])
+    dump.write_json(Path("result.json"), result)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

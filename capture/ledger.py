@@ -1,0 +1,278 @@
+"""The ledger of a dataset: one row a sample, and the tokens that belong to it.
+
+    ledger.sqlite     samples, the files written for them, rows that could not be used
+    tokens/ids.bin    int32, the token ids of all samples one after another
+    tokens/mask.bin   uint8, their loss masks
+
+The driver is the only writer. SQLite in rollback-journal mode; what a sample's row says is committed in batches, and
+a sample is `written` only after its files are on disk.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import os
+import sqlite3
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import msgspec
+
+from capture.rows import BadRow, Row, Skipped
+
+State = Literal["pending", "sent", "written", "failed"]
+SCHEMA = 1
+TABLES = """
+CREATE TABLE IF NOT EXISTS samples (
+    sample INTEGER PRIMARY KEY,
+    key TEXT NOT NULL,
+    occurrence INTEGER NOT NULL,
+    file TEXT NOT NULL,
+    line INTEGER NOT NULL,
+    start INTEGER NOT NULL,
+    tokens INTEGER NOT NULL,
+    state TEXT NOT NULL DEFAULT 'pending',
+    attempts INTEGER NOT NULL DEFAULT 0,
+    reason TEXT,
+    UNIQUE (key, occurrence)
+);
+CREATE INDEX IF NOT EXISTS by_state ON samples (state);
+CREATE TABLE IF NOT EXISTS files (
+    sample INTEGER NOT NULL,
+    format TEXT NOT NULL,
+    path TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
+    xxh3 TEXT NOT NULL,
+    PRIMARY KEY (sample, format)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS unused (
+    file TEXT NOT NULL,
+    line INTEGER NOT NULL,
+    kind TEXT NOT NULL,
+    reason TEXT NOT NULL
+);
+"""
+
+
+class LedgerError(Exception):
+    """A ledger that cannot be used, or an input that does not belong to it; the sentence says what to do."""
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """A sample as the ledger knows it; its tokens are in `Ledger.tokens`."""
+
+    number: int
+    file: str
+    line: int
+    start: int
+    tokens: int
+    state: State
+    attempts: int
+    reason: str | None
+
+
+class WrittenFile(msgspec.Struct, frozen=True):
+    """A file of a sample in one format; `path` is relative to the dataset, `xxh3` is xxh3-64 in hex."""
+
+    format: str
+    path: str
+    bytes: int
+    xxh3: str
+
+
+class Ledger:
+    """One dataset's ledger. `read_only` for everybody but the driver."""
+
+    def __init__(self, output: Path, *, read_only: bool = False) -> None:
+        self.path = output / "ledger.sqlite"
+        self.folder = output / "tokens"
+        if read_only and not self.path.exists():
+            raise LedgerError(f"{output} is no dataset: it has no ledger.sqlite")
+        if not read_only:
+            self.folder.mkdir(exist_ok=True)
+        mode = "ro" if read_only else "rwc"
+        self.db = sqlite3.connect(f"file:{self.path}?mode={mode}", uri=True, isolation_level=None)
+        try:
+            if not read_only:
+                self.db.executescript(TABLES)
+                self._match_tokens()
+            self.db.execute("SELECT sample FROM samples LIMIT 1")
+        except sqlite3.DatabaseError as error:
+            raise LedgerError(f"{self.path}: {error}; restore it from a copy, or start in a new folder") from error
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.db.close()
+
+    def _match_tokens(self) -> None:
+        """Cut the token files to what is committed; a run that was killed while tokenising left more."""
+        end = self._end()
+        for name, size in (("ids.bin", 4), ("mask.bin", 1)):
+            path = self.folder / name
+            path.touch()
+            if path.stat().st_size < end * size:
+                raise LedgerError(f"{path} is shorter than the ledger says; restore it, or start in a new folder")
+            os.truncate(path, end * size)
+
+    def _end(self) -> int:
+        return int(self.db.execute("SELECT coalesce(max(start + tokens), 0) FROM samples").fetchone()[0])
+
+    def add(self, rows: Iterable[Row | BadRow | Skipped]) -> int:
+        """Take the whole input, in its order: known rows stay as they are, new ones are appended; returns how many.
+
+        All or nothing. Raises LedgerError where a row of the earlier input is not there any more.
+        """
+        known = {
+            (key, occurrence): number
+            for key, occurrence, number in self.db.execute("SELECT key, occurrence, sample FROM samples")
+        }
+        missing, seen, added = set(known.values()), Counter[str](), 0
+        number, start = len(known), self._end()
+        self.db.execute("BEGIN IMMEDIATE")
+        try:
+            self.db.execute("DELETE FROM unused")
+            with (self.folder / "ids.bin").open("ab") as ids_file, (self.folder / "mask.bin").open("ab") as mask_file:
+                for row in rows:
+                    if not isinstance(row, Row):
+                        self._put_aside(row)
+                        continue
+                    ids, mask = array.array("i", row.ids).tobytes(), bytes(row.mask)
+                    key = hashlib.blake2b(ids + mask, digest_size=16).hexdigest()
+                    place = key, seen[key]
+                    seen[key] += 1
+                    if place in known:
+                        missing.discard(known[place])
+                        continue
+                    ids_file.write(ids)
+                    mask_file.write(mask)
+                    self.db.execute(
+                        "INSERT INTO samples (sample, key, occurrence, file, line, start, tokens) "
+                        "VALUES (?,?,?,?,?,?,?)",
+                        (number, *place, row.file, row.line, start, len(row.ids)),
+                    )
+                    number, start, added = number + 1, start + len(row.ids), added + 1
+                if missing:
+                    raise LedgerError(self._gone(min(missing), len(missing)))
+                for file in (ids_file, mask_file):
+                    file.flush()
+                    os.fsync(file.fileno())
+            self.db.execute("COMMIT")
+        except BaseException:
+            self.db.execute("ROLLBACK")
+            self._match_tokens()
+            raise
+        return added
+
+    def _put_aside(self, row: BadRow | Skipped) -> None:
+        kind, reason = ("bad", row.reason) if isinstance(row, BadRow) else ("overlong", f"{row.tokens} tokens")
+        self.db.execute("INSERT INTO unused VALUES (?,?,?,?)", (row.file, row.line, kind, reason))
+
+    def _gone(self, number: int, count: int) -> str:
+        sample = self.sample(number)
+        return (
+            f"{count} rows of the earlier input are not there any more or read differently now, the first was "
+            f"{sample.file}:{sample.line}; an input may only grow: restore it, or extract into a new folder"
+        )
+
+    def sample(self, number: int) -> Sample:
+        """One sample. Raises LedgerError where there is none."""
+        found = next(self._samples("WHERE sample = ?", number), None)
+        if found is None:
+            raise LedgerError(f"no sample {number} in {self.path}")
+        return found
+
+    def samples(self, *states: State) -> Iterator[Sample]:
+        """Samples in these states (all of them without any), by number; safe to change states meanwhile."""
+        last = -1
+        where = f"state IN ({','.join('?' * len(states))}) AND" if states else ""
+        while True:
+            batch = list(self._samples(f"WHERE {where} sample > ? ORDER BY sample LIMIT 1000", *states, last))
+            yield from batch
+            if not batch:
+                return
+            last = batch[-1].number
+
+    def _samples(self, where: str, *values: Any) -> Iterator[Sample]:
+        columns = "sample, file, line, start, tokens, state, attempts, reason"
+        for row in self.db.execute(f"SELECT {columns} FROM samples {where}", values):
+            yield Sample(*row)
+
+    def tokens(self, sample: Sample) -> tuple[list[int], list[int]]:
+        """Token ids and loss mask of a sample."""
+        ids = array.array("i")
+        with (self.folder / "ids.bin").open("rb") as file:
+            file.seek(sample.start * 4)
+            ids.frombytes(file.read(sample.tokens * 4))
+        with (self.folder / "mask.bin").open("rb") as file:
+            file.seek(sample.start)
+            mask = list(file.read(sample.tokens))
+        return ids.tolist(), mask
+
+    def counts(self) -> dict[str, int]:
+        """Samples by state."""
+        found = dict(self.db.execute("SELECT state, count(*) FROM samples GROUP BY state"))
+        return {state: found.get(state, 0) for state in ("pending", "sent", "written", "failed")}
+
+    def unused(self, kind: str) -> list[tuple[str, int, str]]:
+        """Rows that gave no sample: file, line, reason. `kind` is "bad" or "overlong"."""
+        return list(
+            self.db.execute("SELECT file, line, reason FROM unused WHERE kind = ? ORDER BY file, line", (kind,))
+        )
+
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return int(self.db.execute("SELECT coalesce(max(tokens), 0) FROM samples").fetchone()[0])
+
+    def total(self, *states: State) -> int:
+        """Tokens of the samples in these states, of all without any."""
+        where = f"WHERE state IN ({','.join('?' * len(states))})" if states else ""
+        return int(self.db.execute(f"SELECT coalesce(sum(tokens), 0) FROM samples {where}", states).fetchone()[0])
+
+    def reopen(self) -> None:
+        """Make what an earlier run left unfinished or failed pending again."""
+        self.db.execute("UPDATE samples SET state = 'pending', reason = NULL WHERE state IN ('sent', 'failed')")
+
+    def settle(self, changes: Iterable[Change]) -> None:
+        """Commit a batch of changes."""
+        self.db.execute("BEGIN IMMEDIATE")
+        try:
+            for change in changes:
+                self.db.execute(
+                    "UPDATE samples SET state = ?, attempts = ?, reason = ? WHERE sample = ?",
+                    (change.state, change.attempts, change.reason, change.sample),
+                )
+                self.db.executemany(
+                    "INSERT OR REPLACE INTO files VALUES (?,?,?,?,?)",
+                    [(change.sample, file.format, file.path, file.bytes, file.xxh3) for file in change.files],
+                )
+            self.db.execute("COMMIT")
+        except BaseException:
+            self.db.execute("ROLLBACK")
+            raise
+
+    def files(self, number: int) -> list[WrittenFile]:
+        """The files of a sample."""
+        return [
+            WrittenFile(*row)
+            for row in self.db.execute("SELECT format, path, bytes, xxh3 FROM files WHERE sample = ?", (number,))
+        ]
+
+    def bytes_written(self) -> int:
+        """Bytes of all files."""
+        return int(self.db.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()[0])
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A new state of a sample."""
+
+    sample: int
+    state: State
+    attempts: int
+    reason: str | None = None
+    files: list[WrittenFile] = []

@@ -1,0 +1,154 @@
+"""manifest.json of a dataset: what it was drawn from, with which settings, and what became of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from capture.dump import write_json
+from capture.layers import Layers
+
+FORMAT = 1
+
+
+class ManifestError(Exception):
+    """A folder that is no dataset, or was made with other settings; the sentence names what differs."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What must not change over the life of a dataset."""
+
+    model: str
+    model_config: str
+    tokenizer: str
+    chat_template: str
+    layers: Layers
+    hidden: int
+    dtype: str
+    max_length: int | None
+    overlong: str
+    last_turn_only: bool
+    formats: list[str]
+
+
+class Manifest(msgspec.Struct, kw_only=True):
+    """manifest.json. Hashes are sha256 in hex. `norms` says for each state whether the final norm was applied."""
+
+    format: int = FORMAT
+    settings: Settings
+    norms: dict[str, str]
+    input: str
+    input_hash: str
+    sglang: str
+    layertap: str
+    profile: str
+    server: dict[str, Any]
+    probe: dict[str, Any] | None = None
+    gpus: list[str] = []
+    counts: dict[str, int] = {}
+    created: float
+    updated: float
+
+
+# What `Settings` fields are called when they differ; the layers are compared by their boundaries.
+WORDS = {
+    "model_config": "the model (its config.json)",
+    "tokenizer": "the tokenizer",
+    "chat_template": "the chat template",
+    "hidden": "the hidden size",
+    "dtype": "the dtype of the states",
+    "max_length": "--max-length",
+    "overlong": "--overlong",
+    "last_turn_only": "--last-turn-only",
+    "formats": "--format",
+}
+
+
+def read_manifest(output: Path) -> Manifest:
+    """The manifest of a dataset. Raises ManifestError where there is none or it cannot be read."""
+    path = output / "manifest.json"
+    try:
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        raise ManifestError(f"{output} is no dataset: it has no manifest.json") from None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ManifestError(f"{path}: {error}") from error
+    if manifest.format != FORMAT:
+        raise ManifestError(f"{path} has format {manifest.format}, this version reads {FORMAT}")
+    return manifest
+
+
+def write_manifest(output: Path, manifest: Manifest) -> None:
+    """Replace the manifest atomically."""
+    write_json(output / "manifest.json", manifest)
+
+
+def require_same(old: Settings, new: Settings, output: Path) -> None:
+    """Raise ManifestError naming every setting in which a dataset differs from what is asked of it now."""
+    differ = [
+        f"{words} was {_short(getattr(old, name))}, now {_short(getattr(new, name))}"
+        for name, words in WORDS.items()
+        if getattr(old, name) != getattr(new, name)
+    ]
+    if old.layers.boundaries != new.layers.boundaries:
+        differ.append(f"the layers were {old.layers.words()}, now {new.layers.words()}")
+    if differ:
+        raise ManifestError(
+            f"{output} was made with other settings: {'; '.join(differ)}. "
+            "Ask for the same, or extract into a new folder"
+        )
+
+
+def hash_file(path: Path) -> str:
+    """sha256 of a file, in hex. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def hash_tokenizer(tokenizer: Any) -> str:
+    """Hash of what turns text into ids: the vocabulary with its merges, and the added tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        text = backend.to_str()
+    else:
+        text = json.dumps([sorted(tokenizer.get_vocab().items()), str(tokenizer.added_tokens_decoder)])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def hash_text(text: Any) -> str:
+    """sha256 of a text or of anything that JSON holds."""
+    return hashlib.sha256((text if isinstance(text, str) else json.dumps(text, sort_keys=True)).encode()).hexdigest()
+
+
+def volatile(output: Path) -> bool:
+    """Whether a folder lies on tmpfs, so that a reboot takes what is in it."""
+    return _file_system(output) in ("tmpfs", "ramfs")
+
+
+def on_network(output: Path) -> bool:
+    """Whether a folder lies on a network file system, where locks and fsync may mean less."""
+    return _file_system(output) in ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "lustre", "ceph", "9p", "glusterfs")
+
+
+def _file_system(folder: Path) -> str:
+    real = folder.resolve()
+    best = "/", ""
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, point, kind, *_ = line.split()
+        point = point.replace("\\040", " ")
+        if (real == Path(point) or Path(point) in real.parents) and len(point) >= len(best[0]):
+            best = point, kind
+    return best[1]
+
+
+def _short(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return f"{text[:12]}…" if len(text) == 64 and os.sep not in text else text

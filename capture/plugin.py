@@ -1,0 +1,42 @@
+"""SGLang's entry point: puts the tap into every process that loads a model, and marks the warm-up.
+
+SGLang logs and skips a plugin that raises. So a launch is not believed to have the tap in until tap.json says so.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from capture.tap import SETTINGS_VARIABLE, TapSettings, install
+
+
+def register() -> None:
+    """Register the hooks; without `LAYERTAP_TAP` in the environment the server is left alone."""
+    text = os.environ.get(SETTINGS_VARIABLE)
+    if not text:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    settings = msgspec.json.decode(text, type=TapSettings)
+
+    def after_load_model(_result: Any, runner: Any, *_args: Any, **_kwargs: Any) -> None:
+        if not runner.is_draft_worker:
+            install(runner, settings)
+
+    def around_warm_up(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        mark = Path(settings.dump_dir) / "warming"
+        mark.touch()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            mark.unlink(missing_ok=True)
+
+    HookRegistry.register(
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model", after_load_model, HookType.AFTER
+    )
+    if multiprocessing.parent_process() is None:  # the HTTP server's process; importing it elsewhere costs seconds
+        HookRegistry.register("sglang.srt.entrypoints.http_server._wait_and_warmup", around_warm_up, HookType.AROUND)

@@ -1,0 +1,1 @@
+"""The two doors, on the operator's machine."""

@@ -1,0 +1,564 @@
+"""The verbs of `layertap`. Heavy imports stay inside them, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import App, CycloptsError, Group, Parameter
+
+from backends.errors import ExitCode, LayertapError, LeftBehind, NotReady, RunDied, UsageError
+
+if TYPE_CHECKING:
+    from console.session import Session
+
+DEFAULT_PORT = 30000
+
+app = App(
+    name="layertap",
+    help="Verified EAGLE-3 training data out of a live SGLang server.",
+    version="0.1.0",
+    help_format="plaintext",
+    default_parameter=Parameter(negative_bool=(), negative_iterable=()),
+)
+LAYERS = Group("Layers", help="Which layers' states; name them in one way.")
+ROWS = Group("Rows", help="How rows are read.")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Common:
+    """Options of every verb."""
+
+    python: Annotated[str | None, Parameter(env_var="LAYERTAP_PYTHON")] = None
+    """SGLang's Python on the host."""
+    config: Annotated[Path | None, Parameter(env_var="LAYERTAP_CONFIG")] = None
+    """layertap.toml to use."""
+    json: bool = False
+    """Print JSON."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class RowOptions:
+    """How rows are read."""
+
+    prompt_column: Annotated[str | None, Parameter(group=ROWS)] = None
+    """Column that holds the prompt."""
+    response_column: Annotated[str | None, Parameter(group=ROWS)] = None
+    """Column that holds the response."""
+    max_length: Annotated[int | None, Parameter(group=ROWS)] = None
+    """Most tokens of a sample; the server's own limit holds anyway."""
+    overlong: Annotated[Literal["truncate", "skip"] | None, Parameter(group=ROWS)] = None
+    """What becomes of longer rows; skipped ones are counted."""
+    last_turn_only: Annotated[bool, Parameter(group=ROWS)] = False
+    """Only the last assistant turn goes into the loss."""
+
+
+COMMON = Common()
+ROW_OPTIONS = RowOptions()
+
+
+@app.command
+def launch(
+    profile: str,
+    *,
+    model: str | None = None,
+    port: int = DEFAULT_PORT,
+    boundaries: Annotated[list[int] | None, Parameter(group=LAYERS, consume_multiple=True)] = None,
+    outputs: Annotated[list[int] | None, Parameter(group=LAYERS, consume_multiple=True)] = None,
+    eagle_ids: Annotated[list[int] | None, Parameter(group=LAYERS, consume_multiple=True)] = None,
+    draft: Annotated[str | None, Parameter(group=LAYERS)] = None,
+    set: list[str] = [],  # noqa: B006
+    env: list[str] = [],  # noqa: B006
+    timeout: float = 3600.0,
+    detach: bool = False,
+    dry_run: bool = False,
+    common: Common = COMMON,
+) -> int:
+    """Launch an SGLang server with the tap in it, and follow it until it is ready.
+
+    Args:
+        profile: a built-in profile or one of layertap.toml.
+        model: folder of the model on the host.
+        port: port on the host's loopback address.
+        boundaries: what enters these layers, e.g. 3 31 59.
+        outputs: what these layers put out, e.g. 2 30 58.
+        eagle_ids: ids as a drafter's config holds them.
+        draft: a drafter's config.json on the host.
+        set: a server argument, NAME=VALUE or NAME; NAME=unset removes it.
+        env: an environment variable, NAME=VALUE.
+        timeout: seconds until the server must be ready.
+        detach: return at once.
+        dry_run: print the merged arguments, each with its reason, and start nothing.
+    """
+    from backends import sglang
+    from console import headless, words
+
+    given = {"boundaries": boundaries, "outputs": outputs, "eagle_ids": eagle_ids, "draft": draft}
+    overrides = sglang.Overrides(args=_pairs(set, "--set"), env=_pairs(env, "--env"))
+    with _session(common) as session:
+        merged = session.plan_launch(profile, model, port, overrides)
+        layers = _layers({key: value for key, value in given.items() if value is not None}, merged.layers)
+        if dry_run:
+            shown = _shown_launch(merged, layers.words())
+            headless.out(shown, common.json, words.launch)
+            return ExitCode.OK
+        run = session.launch(merged, layers)
+        headless.say(f"launched {run['id']} on port {port}; its log is {run['log']}")
+        if detach:
+            headless.out(run, common.json, lambda run: [run["id"]])
+            return ExitCode.OK
+        try:
+            status = headless.wait_ready(session, run["id"], timeout)
+        except KeyboardInterrupt:
+            headless.say(f"\n{run['id']} goes on; `layertap status --watch` follows it, `layertap stop` stops it")
+            return ExitCode.INTERRUPTED
+        headless.out(status, common.json, words.server)
+        verdict = status["verdict"]["verdict"]
+        if verdict == "starting":
+            headless.say(f"not ready after {timeout:.0f} s; it goes on, `layertap status --watch` follows it")
+            return ExitCode.TIMEOUT
+        return ExitCode.OK if verdict == "healthy" else ExitCode.NOT_READY
+
+
+@app.command
+def status(*, port: int | None = None, watch: bool = False, common: Common = COMMON) -> int:
+    """Show the server with phases, verdict and evidence, the dumps and the newest extraction.
+
+    Args:
+        port: port of the server, where several run.
+        watch: show it again every second until Ctrl+C.
+    """
+    from console import headless, words
+
+    with _session(common) as session:
+        while True:
+            now = session.snapshot(port)
+            headless.out(now, common.json, words.snapshot)
+            if not watch:
+                break
+            try:
+                time.sleep(1)
+            except KeyboardInterrupt:
+                return ExitCode.INTERRUPTED
+        if now["server"] is None:
+            raise RunDied("no server of ours ever ran here; `layertap launch` one")
+        codes = {"crashed": ExitCode.RUN_DIED, "stopped": ExitCode.RUN_DIED, "unknown": ExitCode.NOT_READY}
+        return codes.get(now["server"]["verdict"]["verdict"], ExitCode.OK)
+
+
+@app.command
+def logs(
+    run: str | None = None,
+    *,
+    follow: Annotated[bool, Parameter(alias="-f")] = False,
+    common: Common = COMMON,
+) -> int:
+    """Print the log of a run, of the newest server without one; secrets are masked.
+
+    Args:
+        run: id of a run, or its beginning.
+        follow: go on as the log grows, until Ctrl+C.
+    """
+    from backends.sglang import mask_text
+    from console import headless
+
+    with _session(common) as session:
+        found = session.host.request("run", run_id=run) if run else session.newest_server()
+        rest = b""
+        try:
+            for data in headless.follow_log(session, found["log"], follow):
+                whole, _, rest = (rest + data).rpartition(b"\n")
+                if whole:
+                    sys.stdout.write(mask_text(whole.decode(errors="replace")) + "\n")
+                    sys.stdout.flush()
+            sys.stdout.write(mask_text(rest.decode(errors="replace")))
+        except KeyboardInterrupt:
+            return ExitCode.INTERRUPTED
+        return ExitCode.OK
+
+
+@app.command
+def runs(*, common: Common = COMMON) -> int:
+    """List the runs of the host, the newest first."""
+    from console import headless
+
+    def lines(found: list[dict[str, Any]]) -> Iterator[str]:
+        for run in found:
+            ended = run["exit"]
+            how = "" if not ended else f" {ended['code'] if ended['code'] is not None else 'signal'}"
+            yield f"{run['id']:<32} {run['state']}{how}"
+
+    with _session(common) as session:
+        headless.out(session.host.request("all"), common.json, lines)
+        return ExitCode.OK
+
+
+@app.command
+def stop(run: str | None = None, *, port: int | None = None, common: Common = COMMON) -> int:
+    """Stop a server (with what draws from it) or any run, and prove that nothing is left.
+
+    Args:
+        run: id of a run; without it, the live server.
+        port: port of the server, where several run.
+    """
+    from console import headless
+
+    def lines(made: dict[str, Any]) -> Iterator[str]:
+        yield f"{made['id']} stopped in {made['seconds']} s ({made['how']})"
+        for left in made["left"]:
+            yield f"  left: {left}"
+
+    with _session(common) as session:
+        run_id = run or session.host.request("server", port=port)["id"]
+        made = session.stop(run_id, "layertap stop")
+        headless.out(made, common.json, lines)
+        if made["left"]:
+            raise LeftBehind(f"{run_id} left something behind: {'; '.join(made['left'])}")
+        return ExitCode.OK
+
+
+@app.command(name="try")
+def try_prompt(
+    text: str,
+    *,
+    chat: bool = False,
+    port: int | None = None,
+    common: Common = COMMON,
+) -> int:
+    """Send one prompt and show its tokens and what came out of every layer.
+
+    Args:
+        text: the prompt, taken as it is.
+        chat: take it as a user's message, through the chat template.
+        port: port of the server, where several run.
+    """
+    from console import headless, words
+
+    with _session(common) as session:
+        run = headless.follow_job(
+            session, session.start("try", {"text": text, "chat": chat}, port)["id"], lambda _: "drawing …"
+        )
+        code, result = headless.finish_job(session, run)
+        headless.out(result, common.json, words.tried)
+        return ExitCode.NOT_VERIFIED if len(result["tokens"]) != result["rows"] else code
+
+
+@app.command
+def plan(
+    rows: Path,
+    *,
+    output: Path | None = None,
+    format: str | None = None,
+    model: str | None = None,
+    layers: int = 3,
+    trust_remote_code: bool = False,
+    options: RowOptions = ROW_OPTIONS,
+    common: Common = COMMON,
+) -> int:
+    """Show what an extraction would do, before any GPU time; exit 1 where rows are bad.
+
+    Args:
+        rows: JSONL or JSON file.
+        output: folder that the dataset would go to.
+        format: formats, e.g. native,specforge.
+        model: folder of the model on the host; the running server's without it.
+        layers: how many layers are drawn.
+        trust_remote_code: let the model's own tokenizer code run.
+    """
+    from console import headless, words
+
+    with _session(common) as session:
+        job = {
+            "rows": _path(rows),
+            "output": _path(output) if output else None,
+            "formats": _formats(format, session),
+            "model": model and _path(Path(model)),
+            "layers": layers,
+            "trust_remote_code": trust_remote_code,
+            "options": _row_options(options, session),
+        }
+        run = headless.follow_job(session, session.start("plan", job)["id"], lambda now: f"{now['rows']:,} rows read …")
+        code, result = headless.finish_job(session, run)
+        headless.out(result, common.json, words.plan)
+        return code
+
+
+@app.command
+def extract(
+    rows: Path,
+    *,
+    output: Path,
+    format: str | None = None,
+    port: int | None = None,
+    watch: bool = False,
+    detach: bool = False,
+    allow_volatile: bool = False,
+    options: RowOptions = ROW_OPTIONS,
+    common: Common = COMMON,
+) -> int:
+    """Draw the states of every row into a dataset; the same command again attaches or goes on.
+
+    Args:
+        rows: JSONL or JSON file.
+        output: folder of the dataset.
+        format: formats, e.g. native,specforge.
+        port: port of the server, where several run.
+        watch: with --json, a line of progress twice a second.
+        detach: return at once.
+        allow_volatile: let the dataset lie in memory (tmpfs).
+    """
+    from console import headless
+
+    with _session(common) as session:
+        place = _path(output)
+        earlier = session.extraction(place)
+        if earlier is not None and earlier["state"] in ("running", "starting"):
+            headless.say(f"attached to {earlier['id']}, which writes to {place} already")
+            run_id = earlier["id"]
+        else:
+            job = {
+                "rows": _path(rows),
+                "output": place,
+                "formats": _formats(format, session),
+                "options": _row_options(options, session),
+                "layertap": app.version,
+                "allow_volatile": allow_volatile,
+            }
+            run_id = session.start("extract", job, port)["id"]
+            headless.say(f"started {run_id}")
+        if detach:
+            return ExitCode.OK
+        return _follow_extraction(session, run_id, common.json, watch)
+
+
+def _follow_extraction(session: Session, run_id: str, as_json: bool, watch: bool) -> int:
+    from console import headless, words
+
+    run: dict[str, Any] = {}
+    try:
+        for run in session.follow(run_id):
+            if not run["progress"]:
+                continue
+            headless.ProgressLine.show(words.progress(run["progress"]))
+            if watch and as_json:
+                headless.out(run["progress"], True, words.extraction)
+    except KeyboardInterrupt:
+        headless.say(f"\n{run_id} goes on; the same command attaches to it again, `layertap stop {run_id}` stops it")
+        return ExitCode.INTERRUPTED
+    headless.ProgressLine.clear()
+    code, result = headless.finish_job(session, run)
+    headless.out(result, as_json, lambda _: words.extraction(run))
+    if result["bad_rows"]:
+        headless.say(f"{result['bad_rows']} bad rows gave no sample; `layertap logs {run_id}` names them")
+    return code
+
+
+@app.command
+def verify(dataset: Path, *, common: Common = COMMON) -> int:
+    """Verify a dataset in every format that it holds, reading every file; exit 1 where a sample fails.
+
+    Args:
+        dataset: folder of the dataset.
+    """
+    from console import headless
+
+    def lines(report: dict[str, Any]) -> Iterator[str]:
+        yield f"{report['samples']:,} samples · {report['verified']:,} verified · {report['failed']:,} failed"
+        for failure in report["failures"]:
+            where = f" {failure['format']}" if failure["format"] else ""
+            yield f"  sample {failure['sample']}{where}: {failure['reason']}"
+
+    with _session(common) as session:
+        run = headless.follow_job(
+            session,
+            session.start("verify", {"output": _path(dataset)})["id"],
+            lambda now: f"{now['done']:,} / {now['total']:,} samples",
+        )
+        code, result = headless.finish_job(session, run)
+        headless.out(result, common.json, lines)
+        return code
+
+
+@app.command
+def demo(
+    output: Path = Path("layertap-demo"),
+    *,
+    profile: str = "embedded-kimi-k2_5",
+    common: Common = COMMON,
+) -> int:
+    """Run the main job on the embedded engine: launch, extract, verify, stop; on a CPU, in about a minute.
+
+    Args:
+        output: folder of the dataset; an earlier demo there is replaced.
+        profile: one of the embedded profiles.
+    """
+    from backends import sglang
+    from console import headless, words
+
+    with _session(common) as session:
+        place = _path(output)
+        session.host.request("replace_folder", path=place, holding="manifest.json")
+        merged = session.plan_launch(profile, None, _free_port(), sglang.Overrides())
+        server = session.launch(merged, _layers({}, merged.layers))
+        headless.say(f"launched {server['id']} ({profile}, SGLang {server['sglang']}) on port {server['port']}")
+        try:
+            status = headless.wait_ready(session, server["id"], 600)
+            if status["verdict"]["verdict"] != "healthy":
+                raise NotReady("\n".join(words.server(status)))
+            headless.say(f"ready; drawing {status['layers']}")
+            rows = f"{session.hello['payload_folder']}/host/backends/embedded/conversations.jsonl"
+            job: dict[str, Any] = {
+                "rows": rows,
+                "output": place,
+                "formats": ["native", "specforge"],
+                "options": {},
+                "layertap": app.version,
+                "allow_volatile": True,
+            }
+            run = session.start("extract", job, server["port"])
+            _, drawn = headless.finish_job(session, headless.follow_job(session, run["id"], words.progress))
+            check = session.start("verify", {"output": place})
+            _, report = headless.finish_job(session, headless.follow_job(session, check["id"], str))
+        finally:
+            stopped = session.stop(server["id"], "the demo is over")
+        made = {
+            "schema": 1,
+            "output": place,
+            "written": drawn["written"],
+            "verified": report["verified"],
+            "failed": drawn["failed"] + report["failed"],
+            "server_stopped": not stopped["left"],
+        }
+        headless.out(
+            made,
+            common.json,
+            lambda made: [
+                f"demo: {made['written']} samples written, {made['verified']} verified, {made['failed']} failed; "
+                f"native and specforge in {made['output']}; server stopped in {stopped['seconds']} s"
+            ],
+        )
+        if stopped["left"]:
+            raise LeftBehind("; ".join(stopped["left"]))
+        return ExitCode.NOT_VERIFIED if made["failed"] or report["verified"] != drawn["samples"] else ExitCode.OK
+
+
+@contextmanager
+def _session(common: Common) -> Iterator[Session]:
+    """A session with this machine."""
+    from backends.host import LocalHost, find_python
+    from backends.sglang import load_profiles
+    from console import config
+    from console.session import Session
+
+    loaded = config.load(common.config)
+    local = loaded.host.get("local", config.HostConfig())
+    profiles = load_profiles(loaded.profile)
+    host = LocalHost(find_python(common.python or local.python))
+    try:
+        yield Session(host, profiles, local.dump_dir, loaded.extract)
+    finally:
+        host.close()
+
+
+def _pairs(words: list[str], option: str) -> dict[str, Any]:
+    """`NAME=VALUE` words; a bare NAME is a flag that is on, NAME=unset takes one away."""
+    pairs: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name:
+            raise UsageError(f"{option} {word!r}: expected NAME=VALUE")
+        pairs[name] = True if not equals else value
+    return pairs
+
+
+def _layers(given: dict[str, Any], of_profile: dict[str, Any] | None) -> Any:
+    from capture.layers import LayerChoice
+
+    chosen = given or of_profile
+    if not chosen:
+        raise UsageError("say which layers: --boundaries, --outputs, --eagle-ids or --draft; no profile guesses them")
+    try:
+        return LayerChoice(**chosen)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _formats(asked: str | None, session: Session) -> list[str]:
+    return asked.split(",") if asked else list(session.defaults.format)
+
+
+def _row_options(options: RowOptions, session: Session) -> dict[str, Any]:
+    defaults = session.defaults
+    if (options.prompt_column is None) != (options.response_column is None):
+        raise UsageError("--prompt-column and --response-column go together")
+    return {
+        "prompt_column": options.prompt_column,
+        "response_column": options.response_column,
+        "max_length": options.max_length or defaults.max_length,
+        "overlong": options.overlong or defaults.overlong,
+        "last_turn_only": options.last_turn_only,
+    }
+
+
+def _shown_launch(merged: Any, layers: str) -> dict[str, Any]:
+    from backends.sglang import masked
+
+    def lines(found: list[Any]) -> list[list[Any]]:
+        shown = []
+        for line in found:
+            value = line.value if line.value is True else masked(line.name, line.value)
+            shown.append([line.name, value, f"{line.why} [{line.source}]"])
+        return shown
+
+    return {
+        "schema": 1,
+        "profile": merged.profile,
+        "sglang": merged.version,
+        "model": merged.model,
+        "layers": layers,
+        "args": lines(merged.args),
+        "env": lines(merged.env),
+    }
+
+
+def _path(path: Path) -> str:
+    """A path of this machine, absolute: the agent stands elsewhere."""
+    return os.path.abspath(path.expanduser())
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> None:
+    """Entry point: run a verb, end with its exit code."""
+    try:
+        code = app(result_action="return_value", exit_on_error=False, print_error=True)
+    except CycloptsError:
+        code = ExitCode.USAGE
+    except LayertapError as error:
+        sys.stderr.write(f"layertap: {error}\n")
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = ExitCode.OK
+    except Exception:
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.write("layertap: this is a bug of ours\n")
+        code = ExitCode.OUR_BUG
+    sys.exit(int(code) if isinstance(code, int) else 0)

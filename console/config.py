@@ -1,0 +1,70 @@
+"""layertap.toml: hosts, profiles and defaults, read into Structs; an unknown key is an error that names the file."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from backends.errors import UsageError
+
+VARIABLE = "LAYERTAP_CONFIG"
+
+
+class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[host.NAME]`: SGLang's Python there, and where the dumps go (a folder on tmpfs)."""
+
+    python: str | None = None
+    dump_dir: str | None = None
+
+
+class ExtractConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab"):
+    """`[extract]`: defaults of `layertap extract` and `layertap plan`."""
+
+    format: list[str] = msgspec.field(default_factory=lambda: ["native"])
+    max_length: int | None = None
+    overlong: str = "skip"
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole file. A profile's table is checked where profiles are merged."""
+
+    host: dict[str, HostConfig] = {}
+    profile: dict[str, dict[str, Any]] = {}
+    extract: ExtractConfig = ExtractConfig()
+
+
+def load(path: Path | None) -> Config:
+    """The config at `path`, else in `LAYERTAP_CONFIG`, else in the user's config folder; empty where there is none.
+
+    Raises UsageError naming the file and the key that is wrong.
+    """
+    import platformdirs
+
+    asked = path or (Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None)
+    found = asked or platformdirs.user_config_path("layertap") / "layertap.toml"
+    try:
+        table = tomllib.loads(found.read_text(encoding="utf-8"))
+        return msgspec.convert(table, Config)
+    except FileNotFoundError:
+        if asked:
+            raise UsageError(f"{found}: there is no such file") from None
+        return Config()
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{found}: {error}") from error
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{found}: {error}{_suggestion(str(error))}") from error
+
+
+def _suggestion(error: str) -> str:
+    """`did you mean`, for a key that nearly is one."""
+    if "unknown field" not in error:
+        return ""
+    word = error.split("`")[1]
+    known = [name for kind in (Config, HostConfig, ExtractConfig) for name in kind.__struct_encode_fields__]
+    close = difflib.get_close_matches(word, known, 1)
+    return f"; did you mean `{close[0]}`?" if close else ""

@@ -1,0 +1,187 @@
+"""What both doors say in words: a snapshot, a plan, a try, a launch, as lines of text."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+PHASES = ("args", "dist", "weights", "kv", "tune", "graphs", "limits", "http", "warm_up", "ready")
+BLOCKS = "▁▂▃▄▅▆▇█"
+SIGNS = {"healthy": "+", "starting": "~", "crashed": "!", "stopped": "-", "unknown": "?"}
+
+
+def size(count: float | None) -> str:
+    """Bytes in words: `1.42 GB`."""
+    if count is None:
+        return "?"
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} TB"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds in words: `2 h 14 m`, `95 s`."""
+    if seconds is None:
+        return "?"
+    whole = math.ceil(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} m {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} m"
+
+
+def phase_bar(status: dict[str, Any]) -> str:
+    """The start-up phases with their times: `args 1 s > weights 312 s > kv …`."""
+    parts = []
+    for phase in status["phases"]:
+        started, ended = phase["started"], phase["ended"]
+        took = duration(max(0.0, ended - started)) if started is not None and ended is not None else "…"
+        detail = f" ({phase['detail']})" if phase["detail"] and ended is None else ""
+        name = phase["id"].replace("_", "-")
+        parts.append(name if phase["id"] == "ready" else f"{name} {took}{detail}")
+    return " > ".join(parts) or "nothing logged yet"
+
+
+def server(status: dict[str, Any]) -> Iterator[str]:
+    """A server's state in lines."""
+    verdict = status["verdict"]
+    in_phase = ""
+    if verdict["verdict"] == "starting" and status["phase"]:
+        in_phase = f", in {status['phase'].replace('_', '-')} for {duration(status['phase_seconds'])}"
+    yield f"{SIGNS[verdict['verdict']]} server {status['id']}: {verdict['verdict']}{in_phase}"
+    yield f"  profile {status['details']['profile']} · SGLang {status['sglang']} · port {status['port']}"
+    yield f"  {phase_bar(status)}"
+    yield f"  tensors: {status['layers'] or status['details']['layers_words'] + ', not resolved yet'}"
+    if verdict["cause"]:
+        yield f"  cause: {verdict['cause']}"
+    if verdict["remedy"]:
+        yield f"  remedy: {verdict['remedy']}"
+    for line in verdict["evidence"]:
+        yield f"  - {line}"
+
+
+def dumps(dump: dict[str, Any]) -> str:
+    """The dumps in one line."""
+    seen = dump["seen"]
+    return (
+        f"  dumps: ours {seen['ours']} · warm-up {seen['warm_up']} · health {seen['health']} · "
+        f"strangers {seen['stranger']} · failed {dump['failed']} · {size(dump['bytes_per_token'])} a token · "
+        f"arena {dump['slots_free']} of {dump['slots']} slots free · {size(dump['free_bytes'])} free"
+    )
+
+
+def extraction(run: dict[str, Any]) -> Iterator[str]:
+    """An extraction's state in lines."""
+    yield f"extraction {run['id']}: {run['state']} -> {run['details']['output']}"
+    if run["progress"]:
+        yield f"  {progress(run['progress'])}"
+        for failure in run["progress"]["failures"][:3]:
+            yield f"  failed: sample {failure['sample']}: {failure['reason']}"
+    result = run["result"] or {}
+    if "error" in result:
+        yield f"  {result['error']}"
+
+
+def progress(now: dict[str, Any]) -> str:
+    """An extraction's progress in one line."""
+    if now["phase"] in ("preparing", "tokenising"):
+        return f"{now['phase']} …"
+    rate = now["tokens_per_second"]
+    parts = [
+        f"{now['written']:,} / {now['samples']:,} samples",
+        f"{rate:,.0f} tok/s" if rate else "",
+        size(now["bytes_written"]),
+        f"{now['failed']} failed" if now["failed"] else "",
+        f"{duration(now['eta_seconds'])} left" if now["eta_seconds"] else "",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def snapshot(now: dict[str, Any]) -> Iterator[str]:
+    """A snapshot in lines."""
+    host = now["host"]
+    yield f"{host['user']}@{host['host']} · {time.strftime('%H:%M:%S', time.localtime(now['at']))}"
+    if now["server"] is None:
+        yield "no server of ours ever ran here"
+    else:
+        yield from server(now["server"])
+    if now["dumps"]:
+        yield dumps(now["dumps"])
+    if now["extraction"]:
+        yield from extraction(now["extraction"])
+
+
+def plan(made: dict[str, Any]) -> Iterator[str]:
+    """A plan in lines."""
+    yield (
+        f"{made['rows']:,} rows · {made['samples']:,} good · {made['skipped']:,} overlong, skipped · "
+        f"{made['truncated']:,} truncated · {made['bad']:,} bad"
+    )
+    if made["samples"]:
+        yield (
+            f"{made['tokens']:,} tokens · {made['masked_share']:.0%} in the loss · {made['zero_mask']:,} rows have "
+            f"none · {made['duplicates']:,} duplicates"
+        )
+        yield (
+            f"lengths  {histogram(made['histogram'])}  median {made['median']:,} · p99 {made['p99']:,} · "
+            f"longest {made['longest']:,}"
+        )
+    for name, total in made["total_bytes"].items():
+        yield f"{name}: {size(made['bytes_per_token'][name])} a token -> {size(total)}"
+    if made["free_bytes"] is not None:
+        fits = "fits" if made["fits"] else "DOES NOT FIT"
+        yield f"{made['output']} has {size(made['free_bytes'])} free: {fits}"
+    if made["zero_mask_lines"]:
+        yield f"nothing in the loss: lines {', '.join(map(str, made['zero_mask_lines']))}"
+    for bad in made["bad_rows"]:
+        yield f"{bad['file']}:{bad['line']}: {bad['reason']}"
+    if made["preview"]:
+        yield f"line {made['preview']['line']}, [ ] = in the loss:"
+        yield f"  {made['preview']['text']}"
+
+
+def histogram(buckets: list[list[int]]) -> str:
+    """Counts as blocks, with the bounds of the first and the last bucket."""
+    if not buckets:
+        return ""
+    most = max(count for _, count in buckets)
+    blocks = "".join(BLOCKS[math.ceil(count / most * (len(BLOCKS) - 1))] if count else " " for _, count in buckets)
+    return f"<= {buckets[0][0]:,} {blocks} {buckets[-1][0]:,}"
+
+
+def tried(made: dict[str, Any]) -> Iterator[str]:
+    """The outcome of one prompt in lines."""
+    sent, rows = len(made["tokens"]), made["rows"]
+    same = f"{rows} rows in every tensor" if rows == sent else f"!! BUT {rows} ROWS: they are not this prompt's states"
+    yield f"{sent} tokens sent · {same} · {made['seconds']} s"
+    names = list(made["states"])
+    yield f"{'id':>8}  {'text':<16}" + "".join(f"{'|' + name + '|':>12}" for name in names)
+    for row, token in enumerate(made["tokens"][:40]):
+        norms = "".join(f"{made['states'][name]['norms'][row]:>12.4g}" for name in names)
+        yield f"{token['id']:>8}  {token['text']!r:<16}{norms}"
+    if sent > 40:
+        yield f"          … and {sent - 40} more"
+    outputs = made["layers"]["outputs"]
+    for name, state in made["states"].items():
+        if name.startswith("aux_"):
+            what = f"output of layer {outputs[int(name[4:])]}"
+        else:
+            what = "last layer, after the final norm" if name == "final" else "last layer, before the final norm"
+        yield (f"{name:<6} {state['shape']} {state['dtype']} mean {state['mean']:.4g} std {state['std']:.4g} · {what}")
+    for finding in made["findings"]:
+        yield f"{'!!' if finding['fatal'] else '!'} {finding['what']}; {finding['remedy']}"
+
+
+def launch(merged: dict[str, Any]) -> Iterator[str]:
+    """A merged profile, a line a setting with its reason."""
+    yield f"# profile {merged['profile']} for SGLang {merged['sglang']}; layers: {merged['layers']}"
+    lines = [(f"{name}={value}", why) for name, value, why in merged["env"]]
+    lines += [(f"--{name}" if value is True else f"--{name} {value}", why) for name, value, why in merged["args"]]
+    width = min(60, max(len(text) for text, _ in lines))
+    for text, why in lines:
+        yield f"{text:<{width}}  # {why}"
