@@ -1,7 +1,7 @@
 """The agent: the host's side of a link. Answers requests on stdio, keeps nothing, dies with its link.
 
-Every request is a function below; its name is the request's, its parameters the request's. Each runs in a thread of
-its own, so that a slow one delays no other.
+Every request is a function below; its name is the request's, its parameters the request's. `AT_ONCE` of them run at a
+time, so that a slow one delays no other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,10 +25,12 @@ import msgspec
 
 from backends import runs
 from backends.errors import ExitCode, LayertapError, UsageError
-from backends.frames import read_frame, write_frame
-from backends.jobs import JOBS, start_job
+from backends.frames import FrameError, pack, read_frame
+from backends.jobs import JOBS, refuse_second, start_job
 from backends.launch import Launching, launch
 from backends.watch import ServerWatch
+
+AT_ONCE = 32
 
 Request = Callable[..., Any]
 
@@ -48,7 +51,7 @@ class Agent:
             "payload": self.payload.name,
             "payload_folder": str(self.payload),
             "host": socket.gethostname(),
-            "user": getpass.getuser(),
+            "user": _user(),
             "python": sys.executable,
             "python_version": platform.python_version(),
             "sglang": sglang_version(),
@@ -107,18 +110,19 @@ class Agent:
             watch = self.watches.setdefault(run.id, ServerWatch(run))
         return self.run(run.id) | watch.look()
 
-    def stop(self, run_id: str, why: str = "asked for") -> dict[str, Any]:
-        """Stop a run, and what draws from it; answers what is left."""
+    def stop(self, run_id: str, why: str = "asked for") -> runs.Stopped:
+        """Stop a run, and what draws from it; answers what is left of either."""
         run = self.runs.get(run_id)
-        if run.spec.kind == "server":
-            for job in self._drawing_from(run):
-                runs.stop(job, f"its server {run.id} is stopped", signal.SIGINT)
-        first = signal.SIGTERM if run.spec.kind == "server" else signal.SIGINT
-        return msgspec.to_builtins(runs.stop(run, why, first))  # type: ignore[no-any-return]
-
-    def drawing(self, run_id: str) -> list[dict[str, Any]]:
-        """The live jobs that draw from a server."""
-        return [self.run(job.id) for job in self._drawing_from(self.runs.get(run_id))]
+        if run.spec.kind != "server":
+            return runs.stop(run, why, signal.SIGINT)
+        left = [
+            f"{thing} of {job.id}"
+            for job in self._drawing_from(run)
+            for thing in runs.stop(job, f"its server {run.id} is stopped", signal.SIGINT).left
+        ]
+        made = runs.stop(run, why)
+        made.left[:0] = left
+        return made
 
     def extraction(self, output: str | None = None) -> dict[str, Any] | None:
         """The newest extraction, into `output` if given."""
@@ -127,31 +131,28 @@ class Agent:
                 return self.run(run.id)
         return None
 
-    def exists(self, path: str) -> dict[str, Any]:
-        """What lies at a path: file, folder or nothing, and whether a folder is empty."""
-        place = Path(path).expanduser()
-        kind = "folder" if place.is_dir() else "file" if place.is_file() else "nothing"
-        return {"path": str(place), "kind": kind, "empty": kind == "folder" and not any(place.iterdir())}
-
-    def replace_folder(self, path: str, holding: str) -> None:
-        """Delete a folder that holds the file `holding`, which shows that it is ours to delete."""
+    def remove_demo(self, path: str) -> None:
+        """Delete the dataset of an earlier demo. Raises UsageError for a folder that holds anything else, Locked."""
+        refuse_second(self.runs, path)
         place = Path(path)
-        if place.is_dir():
-            if any(place.iterdir()) and not (place / holding).exists():
-                raise UsageError(f"{place} is not empty and holds no {holding}: it is not ours to replace")
-            shutil.rmtree(place)
+        there = {entry.name for entry in place.iterdir()} if place.is_dir() else set()
+        manifest = _json(place / "manifest.json")
+        embedded = isinstance(manifest, dict) and str(manifest.get("profile")).startswith("embedded-")
+        if not embedded and not there <= {".lock"}:
+            raise UsageError(f"{place} is not empty and holds no demo; give another folder")
+        try:
+            if there:
+                shutil.rmtree(place)
+        except OSError as error:
+            raise UsageError(f"{place}: {error}") from error
 
     def _drawing_from(self, server: runs.Run) -> list[runs.Run]:
-        return [
-            run
-            for kind in JOBS
-            for run in self.runs.all(kind)
-            if run.alive() and run.spec.details.get("server") == server.id
-        ]
+        return [run for run in self.runs.all() if run.spec.details.get("server") == server.id and run.alive()]
 
     def _summary(self, run: runs.Run) -> dict[str, Any]:
         spec = run.spec
         return {
+            "schema": runs.SCHEMA,
             "id": run.id,
             "kind": spec.kind,
             "state": run.state(),
@@ -163,7 +164,7 @@ class Agent:
             "sglang": spec.sglang,
             "created": spec.created,
             "stop_asked": run.stop_asked,
-            "exit": msgspec.to_builtins(run.exit),
+            "exit": run.exit,
         }
 
 
@@ -182,30 +183,49 @@ def serve(payload: str) -> None:
     os.dup2(2, 1)  # a stray print must not land between frames
     agent = Agent(Path(payload))
     lock = threading.Lock()
-    while frame := read_frame(from_console):
-        threading.Thread(target=_answer, args=(agent, frame[0], to_console, lock), daemon=True).start()
+    pool = ThreadPoolExecutor(AT_ONCE)
+    try:
+        while frame := read_frame(from_console):
+            pool.submit(_answer, agent, frame[0], to_console, lock)
+    except FrameError:
+        pass  # the console died over a request
     os._exit(0)  # whatever is still being answered has nobody to hear it
 
 
 def _answer(agent: Agent, head: dict[str, Any], to_console: BinaryIO, lock: threading.Lock) -> None:
-    answer: dict[str, Any] = {"id": head["id"]}
-    body = b""
     try:
-        method: Request | None = None if head["method"].startswith("_") else getattr(agent, head["method"], None)
-        if not callable(method):
-            raise UsageError(f"the agent knows no request {head['method']!r}")
-        answer["result"] = method(**head["parameters"])
-        if isinstance(answer["result"], tuple):
-            answer["result"], body = answer["result"]
+        frame = _result(agent, head)
     except LayertapError as error:
-        answer["error"] = {"exit_code": int(error.exit_code), "message": str(error)}
+        frame = _failure(head, error.exit_code, str(error))
     except Exception:
-        answer["error"] = {"exit_code": int(ExitCode.OUR_BUG), "message": traceback.format_exc()}
+        frame = _failure(head, ExitCode.OUR_BUG, traceback.format_exc())
     with lock:
         try:
-            write_frame(to_console, answer, body)
+            to_console.write(frame)
+            to_console.flush()
         except OSError:
             os._exit(0)
+
+
+def _result(agent: Agent, head: dict[str, Any]) -> bytes:
+    method: Request | None = None if head["method"].startswith("_") else getattr(agent, head["method"], None)
+    if not callable(method):
+        raise UsageError(f"the agent knows no request {head['method']!r}")
+    result, body = method(**head["parameters"]), b""
+    if isinstance(result, tuple):
+        result, body = result
+    return pack({"id": head["id"], "result": result}, body)
+
+
+def _failure(head: dict[str, Any], code: ExitCode, message: str) -> bytes:
+    return pack({"id": head["id"], "error": {"exit_code": code, "message": message}})
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may run under a number that has no name
+        return str(os.geteuid())
 
 
 def _json(path: Path) -> Any:

@@ -3,15 +3,19 @@
 Its source is the argument of `python -c`, so it needs nothing but the standard library and no file on the host, and
 keeps to syntax that an old Python can read, to be able to say that it is too old.
 
-    it says   LAYERTAP need | have | error <sentence>
-    it reads  the payload, if needed
+    it says   LAYERTAP need, reads the payload, and
+    it says   LAYERTAP have | error <sentence>
 """
+
+import sys
+
+if __name__ == "__main__":  # with -c the folder one stands in comes first, and may hold a shutil.py
+    sys.path[:] = [path for path in sys.path if path]
 
 import hashlib
 import io
 import os
 import shutil
-import sys
 import tempfile
 import zipfile
 
@@ -48,10 +52,7 @@ def main(name: str, size: int) -> None:
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.path.join(cache, "layertap", "payload", name)
     try:
-        if os.path.isdir(folder):
-            os.utime(folder)  # so that pruning sees it in use
-            say("have")
-        else:
+        if not os.path.isdir(folder):
             say("need")
             archive = sys.stdin.buffer.read(size)
             if name_of(archive) != name:
@@ -59,15 +60,18 @@ def main(name: str, size: int) -> None:
             unpack(archive, folder)
     except OSError as error:
         return say("error " + str(error.filename or folder) + ": " + str(error.strerror))
-    sys.path[:] = [os.path.join(folder, part) for part in ("host", "engine")] + [p for p in sys.path if p]
-    from backends.agent import serve
-
+    sys.path[:0] = [os.path.join(folder, part) for part in ("host", "engine")]
+    try:
+        from backends.agent import serve
+    except ImportError as error:
+        return say("error " + sys.executable + ": " + str(error) + "; SGLang's own Python is wanted")
+    say("have")
     return serve(folder)
 
 
 def say(text: str) -> None:
-    """One line to the console; whatever a login shell printed before it is skipped there."""
-    sys.stdout.buffer.write(GREETING + text.encode() + b"\n")
+    """One line to the console; whatever a login shell printed before it, even half a line, is skipped there."""
+    sys.stdout.buffer.write(b"\n" + GREETING + text.encode(errors="backslashreplace") + b"\n")
     sys.stdout.buffer.flush()
 
 

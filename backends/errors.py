@@ -68,7 +68,19 @@ class NotVerified(LayertapError):
     exit_code = ExitCode.NOT_VERIFIED
 
 
-BY_CODE: dict[int, type[LayertapError]] = {
-    error.exit_code: error
-    for error in (UsageError, ConnectionFailed, NotReady, Locked, LeftBehind, RunDied, NotVerified)
-}
+class Interrupted(LayertapError):
+    """Somebody asked it to stop."""
+
+    exit_code = ExitCode.INTERRUPTED
+
+
+class OurBug(LayertapError):
+    """Something that nobody foresaw; the text is a traceback or a log."""
+
+    exit_code = ExitCode.OUR_BUG
+
+
+def by_code(code: int, message: str) -> LayertapError:
+    """The error that an agent or a job met, made of its exit code and its sentence."""
+    kinds = (UsageError, ConnectionFailed, NotReady, Locked, LeftBehind, RunDied, NotVerified, Interrupted)
+    return next((kind for kind in kinds if kind.exit_code == code), OurBug)(message)

@@ -14,18 +14,17 @@ from typing import Any, BinaryIO
 import msgspec
 
 LENGTHS = struct.Struct(">II")
-MOST = 256 << 20
+MOST = 256 << 20  # bytes of head and body; text that is no frame reads as a larger size
 
 
 class FrameError(Exception):
-    """The other side sent no frame: usually a login shell's banner, or a program that is not the agent."""
+    """The other side sent no frame, or half of one: usually it died, or it is a program that is not the agent."""
 
 
-def write_frame(stream: BinaryIO, head: Any, body: bytes = b"") -> None:
-    """Write one frame and flush. Raises OSError or ValueError where the stream is closed."""
+def pack(head: Any, body: bytes = b"") -> bytes:
+    """One frame. Raises TypeError or ValueError for a head that is no JSON."""
     data = msgspec.json.encode(head)
-    stream.write(LENGTHS.pack(len(data), len(body)) + data + body)
-    stream.flush()
+    return LENGTHS.pack(len(data), len(body)) + data + body
 
 
 def read_frame(stream: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
@@ -33,12 +32,14 @@ def read_frame(stream: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
     lengths = _exactly(stream, LENGTHS.size)
     if not lengths:
         return None
+    if len(lengths) < LENGTHS.size:
+        raise FrameError(f"expected a frame, got {lengths!r} and the end")
     head_size, body_size = LENGTHS.unpack(lengths)
     if head_size + body_size > MOST:
         raise FrameError(f"expected a frame, got {lengths!r}")
     data = _exactly(stream, head_size + body_size)
     if len(data) < head_size + body_size:
-        return None
+        raise FrameError(f"a frame of {head_size + body_size} bytes ended after {len(data)}")
     try:
         head = msgspec.json.decode(data[:head_size], type=dict[str, Any])
     except msgspec.MsgspecError as error:

@@ -11,9 +11,9 @@ import msgspec
 
 from backends.errors import Locked, RunDied, UsageError
 from backends.launch import model_folder
-from backends.runs import Run, Runs, write_json
+from backends.runs import Run, Runs, python_path, write_json
 from capture.server import Server
-from capture.tap import SETTINGS_VARIABLE, TapSettings
+from capture.settings import SETTINGS_VARIABLE, TapSettings
 
 # Kinds of job, and whether they draw from a server.
 JOBS = {"try": True, "plan": False, "extract": True, "verify": False}
@@ -25,7 +25,7 @@ def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: i
     job = {key: _absolute(value) if key in PATHS and value else value for key, value in job.items()}
     details = {key: job[key] for key in PATHS if job.get(key)}
     if kind == "extract":
-        _refuse_second(runs, job["output"])
+        refuse_second(runs, job["output"])
     if JOBS[kind]:
         server = runs.server(port)
         job |= {"server": msgspec.to_builtins(describe(server)), "lock": str(draw_lock(runs, server))}
@@ -37,13 +37,12 @@ def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: i
         write_json(run.folder / "job.json", job)
         return {}
 
-    inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     return runs.start(
         kind,
         [sys.executable, "-P", "-m", "capture.job", kind],
         {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(payload / "engine"), *inherited]),
+            "PYTHONPATH": python_path([payload / "engine"], os.environ),
             "CUDA_VISIBLE_DEVICES": "",  # jobs work on what the server left in memory, never on its GPUs
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
@@ -53,6 +52,13 @@ def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: i
         prepare=prepare,
         details=details,
     )
+
+
+def refuse_second(runs: Runs, output: str) -> None:
+    """Raise Locked where an extraction into `output` runs."""
+    for run in runs.all("extract"):
+        if run.spec.details.get("output") == output and run.alive():
+            raise Locked(f"an extraction into {output} runs already: {run.id}")
 
 
 def describe(server: Run) -> Server:
@@ -80,12 +86,6 @@ def draw_lock(runs: Runs, server: Run) -> Path:
     """The lock that only one job that draws from `server` holds at a time."""
     assert server.spec.port is not None
     return runs.lock_path(server.spec.port, ".draw")
-
-
-def _refuse_second(runs: Runs, output: str) -> None:
-    for run in runs.all("extract"):
-        if run.spec.details.get("output") == output and run.alive():
-            raise Locked(f"an extraction into {output} runs already: {run.id}")
 
 
 def _plan_model(runs: Runs, model: str | None, port: int | None) -> str:

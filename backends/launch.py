@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from backends.errors import Locked, NotReady, UsageError
-from backends.runs import Run, Runs, port_free
+from backends.runs import CODE, Run, Runs, port_free, python_path
 from capture.dump import DumpError, make_private
 from capture.layers import LayerChoice
-from capture.tap import SETTINGS_VARIABLE, TapSettings
+from capture.settings import SETTINGS_VARIABLE, TapSettings
 
 EMBEDDED = "embedded:"
 
@@ -60,13 +60,8 @@ def launch(all_runs: Runs, payload: Path, asked: Launching, version: str | None)
         return {SETTINGS_VARIABLE: msgspec.json.encode(settings).decode()}
 
     paths = [payload / "engine", *([payload / "embedded"] if asked.embedded else [])]
-    inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    env = {
-        **os.environ,
-        **asked.env,
-        "PYTHONPATH": os.pathsep.join([*map(str, paths), *inherited]),
-        "PYTHONUNBUFFERED": "1",
-    }
+    env = {**os.environ, **asked.env, "PYTHONUNBUFFERED": "1"}
+    env["PYTHONPATH"] = python_path(paths, env)
     replaced = [model if word == asked.model else word for word in asked.argv]
     shown = [model if word == asked.model else word for word in asked.shown_argv]
     return all_runs.start(
@@ -110,7 +105,8 @@ def embedded_model(name: str) -> Path:
         # In a process of its own: the agent stays free of torch.
         made = subprocess.run(
             [sys.executable, "-P", "-m", "backends.embedded.models", name, str(folder)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={**os.environ, "PYTHONPATH": python_path(CODE, os.environ)},
+            stdin=subprocess.DEVNULL,  # the agent's is the link
             capture_output=True,
             text=True,
             check=False,

@@ -7,15 +7,16 @@
                       progress.json, result.json     of jobs
                       stop.json    that somebody asked it to stop, exit.json  how it ended
 
-A run is started by a small supervisor, a process of its own group that outlives every console and link and writes
-exit.json. Every process of a run carries `LAYERTAP_RUN=<id>` in its environment, so that it is found even where it
-left the group or lost its parent.
+A run is started by a small supervisor, the leader of a session of its own, which outlives every console and link and
+writes exit.json. Every process of a run carries `LAYERTAP_RUN=<id>` in its environment, so that it is found even where
+it left the session or lost its parent.
 
 usage: python -m backends.runs RUN_FOLDER      (the supervisor)
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -24,22 +25,31 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
 import psutil
 
+import capture
 from backends.errors import Locked, RunDied, UsageError
 from capture.server import Process
 
 SCHEMA = 1
 RUN_VARIABLE = "LAYERTAP_RUN"
-ASK_SECONDS = 20.0  # after the polite request, before the group is ended
+ASK_SECONDS = 20.0  # after the polite request, before whatever is left is ended
 TERM_SECONDS = 5.0
 KILL_SECONDS = 10.0
+PORT_SECONDS = 5.0
+NOT_RUNNING = "it was not running"
+START_SECONDS = 30.0  # without a run.json for longer, its supervisor died before it could write one
+
+CODE = (Path(__file__).parents[1], Path(capture.__file__).parents[1])
+"""The folders that `backends` and `capture` come from."""
 
 State = Literal["starting", "running", "exited", "died", "elsewhere"]
 T = TypeVar("T")
@@ -148,7 +158,7 @@ class Run:
             return "exited"
         running = self.running
         if running is None:
-            young = time.time() - self.spec.created < 30
+            young = time.time() - self.spec.created < START_SECONDS
             return "starting" if young else "died"
         if running.machine != machine_id():
             return "elsewhere"
@@ -162,14 +172,17 @@ class Run:
 
     def processes(self) -> list[psutil.Process]:
         """Every live process of this run: by the session it began in, or by its mark in the environment."""
-        session = self._session()
+        session, ended = self._session(), self.exit
         found = []
         for process in psutil.process_iter():
             try:
                 if process.status() == psutil.STATUS_ZOMBIE:
                     continue
                 # A process that renames itself may overwrite its environment, one that leaves the session keeps it.
-                if os.getsid(process.pid) == session or process.environ().get(RUN_VARIABLE) == self.id:
+                in_session = os.getsid(process.pid) == session and (
+                    ended is None or process.create_time() < ended.at + START_SECONDS  # else the number is another's
+                )
+                if in_session or process.environ().get(RUN_VARIABLE) == self.id:
                     found.append(process)
             except (psutil.Error, ProcessLookupError):
                 continue
@@ -198,10 +211,10 @@ class Runs:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def all(self, kind: str | None = None) -> list[Run]:
-        """Runs, the newest first."""
-        found = [Run(folder) for folder in self.folder.iterdir() if (folder / "spec.json").exists()]
-        chosen = [run for run in found if kind is None or run.id.startswith(f"{kind}-")]
-        return sorted(chosen, key=lambda run: run.spec.created, reverse=True)
+        """Runs, the newest first; a folder without a readable spec.json is none."""
+        specs = [(folder, _read(folder / "spec.json", Spec)) for folder in self.folder.iterdir()]
+        chosen = [(spec.created, folder) for folder, spec in specs if spec and kind in (None, spec.kind)]
+        return [Run(folder) for _, folder in sorted(chosen, reverse=True)]
 
     def get(self, run_id: str) -> Run:
         """The run of that id or unique start of an id. Raises UsageError where there is none, or several."""
@@ -273,14 +286,19 @@ class Runs:
                 stderr=log,
                 start_new_session=True,
                 cwd=run.folder,
-                env={**os.environ, RUN_VARIABLE: run.id, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                env={**os.environ, RUN_VARIABLE: run.id, "PYTHONPATH": python_path(CODE, os.environ)},
             )
-        while run.running is None and run.exit is None and supervisor.poll() is None:
+        while run.running is None and supervisor.poll() is None:
             time.sleep(0.02)
         if supervisor.poll() == Locked.exit_code:
+            shutil.rmtree(run.folder)
+            if spec.dump_dir:
+                shutil.rmtree(spec.dump_dir, ignore_errors=True)
             raise Locked(self._locked_by(port, lock))
         if run.running is None:
+            write_json(run.folder / "exit.json", _ended(supervisor.wait()))
             raise RunDied(f"{kind} could not be started: {_tail(run.log)}")
+        threading.Thread(target=supervisor.wait, daemon=True).start()  # so that it leaves no zombie
         return run
 
     def _locked_by(self, port: int | None, lock: Path | None) -> str:
@@ -293,7 +311,7 @@ class Runs:
 
 
 def supervise(folder: Path) -> int:
-    """Run what `folder` asks for in this process's group, and write down how it ended."""
+    """Run what `folder` asks for in this process's session, and write down how it ended; returns the exit code."""
     run = Run(folder)
     private = run.private
     handles = []
@@ -304,7 +322,7 @@ def supervise(folder: Path) -> int:
         except BlockingIOError:
             return Locked.exit_code
         handles = [handle]  # the child holds it too, in case this process is killed
-    # A stop asks the group; this process stays to write down how it ended.
+    # A stop signals the child; this process stays to write down how it ended.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     try:
@@ -323,48 +341,51 @@ def supervise(folder: Path) -> int:
             started=time.time(),
         ),
     )
-    code = child.wait()
-    write_json(
-        folder / "exit.json",
-        Exit(code=code if code >= 0 else None, signal=-code if code < 0 else None, at=time.time()),
-    )
+    write_json(folder / "exit.json", _ended(child.wait()))
     return 0
 
 
 def stop(run: Run, why: str, first: signal.Signals = signal.SIGTERM) -> Stopped:
     """Ask the run to end, then end it, then look whether anything is left; its dump folder is removed.
 
-    Asks the main process with `first`, ends the group after `ASK_SECONDS`.
+    Asks the main process with `first`, and ends every process that is left after `ASK_SECONDS`. Raises UsageError for
+    a run of another machine.
     """
     begun = time.monotonic()
     state = run.state()
     if state == "elsewhere":
         raise UsageError(f"{run.id} runs on another machine that shares this home; stop it from there")
-    write_json(run.folder / "stop.json", {"schema": SCHEMA, "why": why, "at": time.time()})
-    how = "it was not running"
+    if state in ("starting", "running"):  # of one that is dead already, it would hide how it ended
+        write_json(run.folder / "stop.json", {"schema": SCHEMA, "why": why, "at": time.time()})
+    how = NOT_RUNNING
     known = {process.pid for process in run.processes()}
     running = run.running
-    if running is not None and running.child.alive() and running.boot == boot_id():
+    supervisor = running.supervisor.pid if running else None
+    if running is not None and running.boot == boot_id() and running.child.alive():
         how = "asked"
-        _signal(running.child.pid, first)
+        _signal([running.child.pid], first)
         _until(lambda: not run.processes(), ASK_SECONDS)
     for number, seconds in ((signal.SIGTERM, TERM_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
         remaining = run.processes()
         if not remaining:
             break
         how = f"ended by {number.name}"
-        for process in remaining:
-            _signal(process.pid, number)
+        # The supervisor ends by itself, and writes down how the others did.
+        pids = [process.pid for process in remaining]
+        _signal([pid for pid in pids if pid != supervisor] or pids, number)
         _until(lambda: not run.processes(), seconds)
     left = [f"process {process.pid} ({_title(process)})" for process in run.processes()]
     left += [f"GPU memory that NVML says process {pid} holds" for pid in sorted(_gpu_pids() & known)]
     spec = run.spec
-    if spec.port is not None and spec.kind == "server" and not _until(lambda: port_free(spec.port or 0), 5.0):
-        left.append(f"port {spec.port} is still open")
-    if spec.dump_dir and not left:
-        shutil.rmtree(spec.dump_dir, ignore_errors=True)
+    if spec.dump_dir:
+        if not left:
+            shutil.rmtree(spec.dump_dir, ignore_errors=True)
         if Path(spec.dump_dir).exists():
             left.append(f"dump folder {spec.dump_dir}")
+    port = spec.port
+    # Of a run that was over long ago, the port may be anybody's by now.
+    if port is not None and how != NOT_RUNNING and not _until(lambda: port_free(port), PORT_SECONDS):
+        left.append(f"port {port} is still open")
     return Stopped(id=run.id, seconds=round(time.monotonic() - begun, 1), how=how, left=left)
 
 
@@ -397,10 +418,16 @@ def machine_id() -> str:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` (0600) atomically by `value` as JSON."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with open(handle, "wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
-    scratch.replace(path)
+    os.replace(scratch, path)
+
+
+def python_path(ours: Iterable[Path], env: Mapping[str, str]) -> str:
+    """A PYTHONPATH of folders of ours, then of those in `env`."""
+    inherited = env.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys([*map(str, ours), *filter(None, inherited)]))
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
@@ -410,11 +437,15 @@ def _read(path: Path, kind: type[T]) -> T | None:
         return None
 
 
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass
+def _ended(code: int) -> Exit:
+    """`code` as subprocess gives it: negative for a signal."""
+    return Exit(code=code if code >= 0 else None, signal=-code if code < 0 else None, at=time.time())
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # what cannot be ended is named as left
+            os.kill(pid, number)
 
 
 def _until(true: Callable[[], bool], seconds: float) -> bool:

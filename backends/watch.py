@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from backends.startup import Startup
 from capture.dump import DumpError, TapState, read_tap
 
 HEALTH_SECONDS = 25.0  # SGLang itself gives up after 20
+HEALTH_PAUSE = 5.0  # every 200 costs the server a generated token
+FIRST_ANSWER = 5.0  # a healthy server takes about one second
 LOG_STEP = 4 << 20
 
 
@@ -38,13 +43,13 @@ class ServerWatch:
             log_age = self._read_log()
             tap, tap_error = self._tap()
             evidence = self._evidence(log_age, tap, tap_error)
+            verdict = diagnose(evidence)
             current = self.startup.current
             return {
                 "phase": current.id if current else None,
                 "phase_seconds": evidence.phase_s,
                 "phases": msgspec.to_builtins(self.startup.phases),
-                "verdict": msgspec.to_builtins(diagnose(evidence)),
-                "ready": diagnose(evidence).verdict == "healthy",
+                "verdict": msgspec.to_builtins(verdict),
                 "tap": msgspec.to_builtins(tap),
                 "layers": tap.layers.words() if tap and tap.layers else None,
                 "dumps": self._dumps(tap),
@@ -60,9 +65,10 @@ class ServerWatch:
                 file.seek(self.offset)
                 while block := file.read(LOG_STEP):
                     self.offset += len(block)
-                    whole, _, self.rest = (self.rest + block).rpartition(b"\n")
-                    if whole:
-                        self.startup.feed(whole.decode(errors="replace") + "\n")
+                    text = self.rest + block
+                    end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1  # loading bars end in \r
+                    self.startup.feed(text[:end].decode(errors="replace"))
+                    self.rest = text[end:]
             return max(0.0, time.time() - self.run.log.stat().st_mtime)
         except OSError:
             return None
@@ -83,14 +89,14 @@ class ServerWatch:
         listener = _listener(port, set(processes))
         current = startup.current
         return Evidence(
-            process_alive=state in ("running", "starting"),
+            process_alive=None if state == "elsewhere" else state in ("running", "starting"),
             exit_code=ended.code if ended else None,
             signal=ended.signal if ended else None,
             stop_requested=run.stop_asked,
             port=port,
             port_open=listener is not None,
             listener_is_ours=listener,
-            health=self.health.status if listener else None,
+            health=self.health.ask() if listener else None,
             health_s=self.health.seconds if listener else None,
             log_silent_s=log_age,
             log_lines=startup.lines,
@@ -142,26 +148,31 @@ class ServerWatch:
 
 
 class Health:
-    """Asks /health in a thread of its own, since a stuck server takes 20 s to say so. `status` is the last answer."""
+    """Asks /health in a thread of its own, since a stuck server takes 20 s to say so.
+
+    `seconds` is how long the last answer took.
+    """
 
     def __init__(self, port: int) -> None:
         self.port = port
+        self.seconds: float | None = None
         self._status: int | None = None
-        self._seconds: float | None = None
         self._asking = False
+        self._answered = 0.0
+        self._first = threading.Event()
 
-    @property
-    def status(self) -> int | None:
-        """HTTP status of the last answer; asks anew."""
-        if not self._asking:
+    def ask(self) -> int | None:
+        """The HTTP status of the last answer, None where none came; asks anew unless it is a recent 200.
+
+        The first call waits `FIRST_ANSWER` seconds at most: who looks only once is to hear the answer.
+        """
+        rests = self._status == 200 and time.monotonic() - self._answered < HEALTH_PAUSE
+        if not self._asking and not rests:
             self._asking = True
             threading.Thread(target=self._ask, daemon=True).start()
+        self._first.wait(FIRST_ANSWER)
+        self._first.set()
         return self._status
-
-    @property
-    def seconds(self) -> float | None:
-        """How long that answer took."""
-        return self._seconds
 
     def _ask(self) -> None:
         begun = time.monotonic()
@@ -173,8 +184,10 @@ class Health:
             self._status = None
         finally:
             connection.close()
-            self._seconds = round(time.monotonic() - begun, 3)
+            self._answered = time.monotonic()
+            self.seconds = round(self._answered - begun, 3)
             self._asking = False
+            self._first.set()
 
 
 def _listener(port: int, ours: set[int]) -> bool | None:
@@ -182,14 +195,18 @@ def _listener(port: int, ours: set[int]) -> bool | None:
     inodes = _listening_inodes(port)
     if not inodes:
         return None
-    for pid in ours:
-        try:
-            for entry in Path(f"/proc/{pid}/fd").iterdir():
-                if entry.readlink().name.removeprefix("socket:[").rstrip("]") in inodes:
-                    return True
-        except OSError:
-            continue
-    return False
+    return any(not inodes.isdisjoint(_open_files(pid)) for pid in ours)
+
+
+def _open_files(pid: int) -> Iterator[str]:
+    """What a process has open, as in `socket:[1234]`; one that is gone has nothing."""
+    try:
+        entries = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return
+    for entry in entries:
+        with contextlib.suppress(OSError):  # closed since; a busy server does that all the time
+            yield os.readlink(entry)
 
 
 def _listening_inodes(port: int) -> set[str]:
@@ -202,5 +219,5 @@ def _listening_inodes(port: int) -> set[str]:
         for line in lines:
             fields = line.split()
             if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                found.add(fields[9])
+                found.add(f"socket:[{fields[9]}]")
     return found

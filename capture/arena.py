@@ -46,7 +46,6 @@ class Arena:
 
         self.shape = shape
         size = shape.slots * shape.slot_bytes
-        # On CUDA this mapping is what gets registered as pinned memory, once.
         self.bytes = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
     @classmethod

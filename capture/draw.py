@@ -16,7 +16,7 @@ from typing import Any
 from capture import dump
 from capture.dump import Journal, TapState
 from capture.server import Process, Server, ServerGone
-from capture.tap import Rid
+from capture.settings import Rid
 
 FOLLOW_SECONDS = 0.01
 DUMP_SECONDS = 120.0  # from the server's answer to the line in dumps.jsonl

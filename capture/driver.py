@@ -225,7 +225,8 @@ class Extraction:
     def _count(self) -> None:
         counts, progress = self.ledger.counts(), self.progress
         progress.samples = sum(counts.values())
-        progress.pending, progress.written = counts["pending"], counts["written"]
+        progress.pending, progress.written = counts["pending"] + counts["sent"], counts["written"]
+        progress.failed, progress.sent, progress.captured = counts["failed"], 0, 0
         progress.bad_rows, progress.overlong_rows = len(self.ledger.unused("bad")), len(self.ledger.unused("overlong"))
         progress.tokens, progress.tokens_written = self.ledger.total(), self.ledger.total("written")
         progress.bytes_written = self.ledger.bytes_written()

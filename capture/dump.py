@@ -115,11 +115,14 @@ def request_folder(dump_dir: Path, number: int) -> Path:
     return dump_dir / f"req_{number}"
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replace `path` atomically by `value` as JSON."""
+def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
+    """Replace `path` atomically by `value` as JSON; `durable` also survives a power cut."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(msgspec.json.encode(value))
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     scratch.replace(path)
 
 
@@ -140,6 +143,8 @@ def write_done(folder: Path, states: dict[str, Any], meta: Meta) -> int:
     `states` maps a state's name to a contiguous tensor `[tokens, hidden]`; `meta.files` is filled in here. Raises
     OSError; what was written until then is the caller's to remove (`write_failed`).
     """
+    import io
+
     import torch
     import xxhash
 
@@ -147,10 +152,11 @@ def write_done(folder: Path, states: dict[str, Any], meta: Meta) -> int:
     folder.mkdir(mode=0o700, exist_ok=True)
     files = {}
     for name, tensor in states.items():
-        path = folder / f"{name}.pt"
-        torch.save(tensor, path)
-        data = path.read_bytes()
-        files[path.name] = (len(data), xxhash.xxh3_64_hexdigest(data))
+        stream = io.BytesIO()  # torch.save to a path raises RuntimeError where the file system is full
+        torch.save(tensor, stream)
+        data = stream.getbuffer()
+        (folder / f"{name}.pt").write_bytes(data)
+        files[f"{name}.pt"] = (len(data), xxhash.xxh3_64_hexdigest(data))
     (folder / "meta.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(meta, files=files)))
     (folder / "done").touch()
     return sum(size for size, _ in files.values())
@@ -167,7 +173,7 @@ def write_failed(folder: Path, reason: str) -> None:
 def read_meta(folder: Path) -> Meta:
     """meta.json of a dump that is done. Raises DumpError where it is failed, unfinished or of another format."""
     if (folder / "failed").exists():
-        raise DumpError(f"{folder.name} failed: {msgspec.json.decode((folder / 'failed').read_bytes())['reason']}")
+        raise DumpError(f"{folder.name} failed: {_reason(folder / 'failed')}")
     if not (folder / "done").exists():
         raise DumpError(f"{folder.name} has no done mark")
     try:
@@ -179,10 +185,17 @@ def read_meta(folder: Path) -> Meta:
     return meta
 
 
+def _reason(mark: Path) -> str:
+    try:
+        return str(msgspec.json.decode(mark.read_bytes(), type=dict[str, str])["reason"])
+    except (OSError, msgspec.MsgspecError, KeyError):
+        return "the reason is not there; there was no room for it"
+
+
 def read_states(folder: Path, meta: Meta) -> dict[str, Any]:
     """The tensors of a dump, each checked against its size and checksum in `meta` before it is unpickled.
 
-    Raises DumpError naming the file that is missing, cut, changed or no tensor.
+    Raises DumpError naming the file that is missing, cut or changed.
     """
     import io
 

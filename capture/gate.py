@@ -5,7 +5,8 @@ Each rule names a way in which states would be missing, partial or other than in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -32,7 +33,7 @@ class Expected(msgspec.Struct, frozen=True):
     longest: int | None = None
 
 
-# Flag in /server_info, the value it must not be "on" with, why, and how to turn it off.
+# Flags of /server_info that must be off, why, and how to turn each off.
 OFF = (
     ("enable_torch_compile", "torch.compile traces the tap away", "start without --enable-torch-compile"),
     (
@@ -54,7 +55,7 @@ OFF = (
     ),
     ("enable_prefill_cp", "context parallelism splits prompts over ranks", "start without context parallelism"),
 )
-# Sizes that must be 1.
+# Sizes that must be 1, why, and how to say so.
 ONE = (
     ("pp_size", "pipeline stages each see a part of the layers", "--pp-size 1"),
     ("dp_size", "replicas each have a tap of their own, which is not built yet", "--dp-size 1"),
@@ -150,12 +151,11 @@ def _graphs_off(info: dict[str, Any], phase: str) -> bool:
 def _lengths(info: dict[str, Any], expected: Expected) -> Iterator[Finding]:
     if expected.longest is None:
         return
-    limits: tuple[tuple[str, str, Callable[[dict[str, Any]], Any]], ...] = (
-        ("max_total_num_tokens", "--max-total-tokens", lambda i: i.get("max_total_num_tokens")),
-        ("max_req_input_len", "--context-length", longest_prompt),
+    limits = (
+        ("max_total_num_tokens", "--max-total-tokens", info.get("max_total_num_tokens")),
+        ("max_req_input_len", "--context-length", longest_prompt(info)),
     )
-    for name, flag, read in limits:
-        limit = read(info)
+    for name, flag, limit in limits:
         if limit is not None and limit < expected.longest:
             yield _fatal(
                 name,
@@ -166,22 +166,22 @@ def _lengths(info: dict[str, Any], expected: Expected) -> Iterator[Finding]:
 
 def longest_prompt(info: dict[str, Any]) -> int | None:
     """Most tokens that the server takes in one prompt, None where it does not say."""
-    if info.get("max_req_input_len"):
-        return int(info["max_req_input_len"])
-    return int(info["context_length"]) - 8 if info.get("context_length") else None
+    if info.get("max_req_input_len"):  # a prompt of that many tokens is already refused
+        return int(info["max_req_input_len"]) - 1
+    return int(info["context_length"]) - 7 if info.get("context_length") else None
 
 
 def _notes(info: dict[str, Any]) -> Iterator[Finding]:
-    if str(info.get("kv_cache_dtype", "auto")).startswith("fp8"):
+    dtype = info.get("kv_cache_dtype") or "auto"
+    if dtype not in ("auto", "bf16", "bfloat16"):
         yield Finding(
-            "kv_fp8",
+            "kv_cache",
             False,
-            "the KV cache is fp8, so the states differ from those of a bf16 cache",
+            f"the KV cache is {dtype}, so the states differ from those of a bf16 cache",
             "serve with the same KV cache as the drafter will be served with",
         )
 
 
 def _version(text: str) -> tuple[int, ...] | None:
-    parts = text.split(".")[:3]
-    digits = ["".join(character for character in part if character.isdigit()) for part in parts]
-    return tuple(int(part) for part in digits) if len(digits) == 3 and all(digits) else None
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
+    return tuple(map(int, found.groups())) if found else None

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from capture import code_hash, draw, driver, dump, formats, gate, ledger, manifest, plan, rows, verify
+from capture.chat import InputError
 from capture.rows import RowOptions
 from capture.server import Server, ServerGone
 
@@ -27,7 +28,7 @@ EXIT_CODES: list[tuple[type[BaseException] | tuple[type[BaseException], ...], in
     (draw.Busy, 7),
     (driver.NotSafe, 6),
     (ServerGone, 9),
-    ((rows.InputError, manifest.ManifestError, ledger.LedgerError, dump.DumpError), 2),
+    ((InputError, manifest.ManifestError, ledger.LedgerError, dump.DumpError), 2),
     (draw.DrawError, 1),
     (verify.VerificationError, 1),
 ]
@@ -96,7 +97,7 @@ def prompt_ids(tokenizer: Any, job: TryJob) -> list[int]:
         text = job.text
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids:
-        raise rows.InputError("the prompt has no tokens; give some text")
+        raise InputError("the prompt has no tokens; give some text")
     return ids
 
 
@@ -128,7 +129,7 @@ def run_plan(job: PlanJob) -> tuple[int, Any]:
     """Read and tokenise the rows and say what extracting them would take."""
     for name in job.formats:
         if name not in formats.FORMATS:
-            raise rows.InputError(f"no format is called {name!r}; there are {', '.join(formats.FORMATS)}")
+            raise InputError(f"no format is called {name!r}; there are {', '.join(formats.FORMATS)}")
     hidden, itemsize = model_size(job.model)
     tokenizer = rows.load_tokenizer(job.model, job.trust_remote_code)
     sizes = {name: float(formats.FORMATS[name].bytes_per_token(hidden, job.layers, itemsize)) for name in job.formats}
@@ -147,11 +148,11 @@ def model_size(model: str) -> tuple[int, int]:
     try:
         config = msgspec.json.decode((Path(model) / "config.json").read_bytes())
     except (OSError, msgspec.MsgspecError) as error:
-        raise rows.InputError(f"{model}/config.json: {error}") from error
+        raise InputError(f"{model}/config.json: {error}") from error
     text = config.get("text_config") or config
     hidden = text.get("hidden_size")
     if not isinstance(hidden, int):
-        raise rows.InputError(f"{model}/config.json says no hidden_size")
+        raise InputError(f"{model}/config.json says no hidden_size")
     dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
     return hidden, 4 if dtype == "float32" else 2
 

@@ -13,6 +13,9 @@ from typing import Any
 
 import msgspec
 
+# SGLang's classes, and theirs that inherit from them, whose ids are boundaries from 0.5.13 on.
+BY_BOUNDARY = ("DeepseekV2", "DeepseekV3", "KimiK25", "Glm4MoeLite")
+
 
 class LayerError(ValueError):
     """A layer choice that cannot be drawn from this model; the sentence says why and what to do."""
@@ -118,7 +121,7 @@ def resolve(model: Any, choice: LayerChoice, sglang_version: str) -> Layers:
         boundaries=boundaries,
         outputs=[boundary - 1 for boundary in boundaries],
         serve_ids=serve_ids,
-        serve_ids_elsewhere=serve_ids_by_version(type(model).__name__, boundaries),
+        serve_ids_elsewhere=serve_ids_by_version(type(model), boundaries),
         asked=f"{choice.words()}, resolved by SGLang {sglang_version}",
     )
 
@@ -132,25 +135,39 @@ def draft_ids(path: str) -> list[int] | None:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise LayerError(f"drafter config {path}: {error}") from error
-    nested = config.get("eagle_config") or {}
+    nested = (config.get("eagle_config") or {}) if isinstance(config, dict) else None
+    if not isinstance(nested, dict) or not (nested or "draft_vocab_size" in config or _called_eagle3(config)):
+        raise LayerError(f"{path} is no EAGLE-3 drafter's config.json; give the drafter's, not the model's")
+    if nested.get("use_aux_hidden_state") is False:
+        raise LayerError(f"drafter config {path} says use_aux_hidden_state = false, so SGLang feeds it no layers")
     ids = nested.get("eagle_aux_hidden_state_layer_ids")
     if ids is None and "eagle_aux_hidden_state_layer_ids" in config:
         raise LayerError(
             f"drafter config {path} holds eagle_aux_hidden_state_layer_ids at its top level, where SGLang does not "
             "read it; move it into eagle_config, or name the layers as boundaries or outputs"
         )
-    if ids is not None and not (isinstance(ids, list) and ids and all(type(i) is int for i in ids)):
-        raise LayerError(f"drafter config {path}: eagle_aux_hidden_state_layer_ids = {ids!r} is no list of layer ids")
+    if ids is not None and not (
+        isinstance(ids, list) and ids and all(type(i) is int for i in ids) and len(set(ids)) == len(ids)
+    ):
+        raise LayerError(
+            f"drafter config {path}: eagle_aux_hidden_state_layer_ids = {ids!r} is no list of layer ids, none twice"
+        )
     return ids
 
 
-def serve_ids_by_version(model_class: str, boundaries: list[int]) -> list[ServeIds]:
+def _called_eagle3(config: dict[str, Any]) -> bool:
+    return "eagle3" in str(config.get("architectures")).lower()
+
+
+def serve_ids_by_version(model_class: type, boundaries: list[int]) -> list[ServeIds]:
     """The ids for a drafter's config by SGLang version, for the conventions known from SGLang's source."""
-    plus_one = [boundary - 1 for boundary in boundaries]
-    if not model_class.startswith(("DeepseekV2", "DeepseekV3", "KimiK25", "Glm4MoeLite")):
-        return [ServeIds(plus_one, ">=0.5.9")]
-    newer = plus_one if plus_one[0] == 1 else boundaries
-    return [ServeIds(plus_one, ">=0.5.9,<0.5.13"), ServeIds(newer, ">=0.5.13")]
+    outputs = [boundary - 1 for boundary in boundaries]
+    if not any(base.__name__.startswith(BY_BOUNDARY) for base in model_class.__mro__):
+        return [ServeIds(outputs, ">=0.5.9")]
+    by_version = [ServeIds(outputs, ">=0.5.9,<0.5.13")]
+    if boundaries[0] != 1:  # from 0.5.13 on a first id of 1 means "outputs", so no ids name boundary 1
+        by_version.append(ServeIds(outputs if outputs[0] == 1 else boundaries, ">=0.5.13"))
+    return by_version
 
 
 def _serve_ids(model: Any, boundaries: list[int]) -> list[int]:
@@ -158,7 +175,10 @@ def _serve_ids(model: Any, boundaries: list[int]) -> list[int]:
     for ids in ([boundary - 1 for boundary in boundaries], boundaries):
         if boundaries_of(model, ids) == boundaries:
             return ids
-    raise LayerError(f"no ids make SGLang's {type(model).__name__} capture boundaries {_join(boundaries)}")
+    raise LayerError(
+        f"no EAGLE-3 ids make SGLang's {type(model).__name__} capture boundaries {_join(boundaries)}, so no drafter "
+        "could be served with them; choose other layers"
+    )
 
 
 def _check_range(boundaries: list[int], count: int, choice: LayerChoice) -> None:

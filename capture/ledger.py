@@ -25,7 +25,6 @@ import msgspec
 from capture.rows import BadRow, Row, Skipped
 
 State = Literal["pending", "sent", "written", "failed"]
-SCHEMA = 1
 TABLES = """
 CREATE TABLE IF NOT EXISTS samples (
     sample INTEGER PRIMARY KEY,
@@ -94,15 +93,17 @@ class Ledger:
             raise LedgerError(f"{output} is no dataset: it has no ledger.sqlite")
         if not read_only:
             self.folder.mkdir(exist_ok=True)
-        mode = "ro" if read_only else "rwc"
-        self.db = sqlite3.connect(f"file:{self.path}?mode={mode}", uri=True, isolation_level=None)
         try:
-            if not read_only:
+            # A reader too may have to roll back what a killed driver began, so it opens the file for writing.
+            mode = "rw" if read_only else "rwc"
+            self.db = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None)
+            if read_only:
+                self.db.execute("PRAGMA query_only = ON")
+            else:
                 self.db.executescript(TABLES)
-                self._match_tokens()
-            self.db.execute("SELECT sample FROM samples LIMIT 1")
+            self._match_tokens(cut=not read_only)
         except sqlite3.DatabaseError as error:
-            raise LedgerError(f"{self.path}: {error}; restore it from a copy, or start in a new folder") from error
+            raise LedgerError(f"{self.path}: {error}; {_remedy(error)}") from error
 
     def __enter__(self) -> Ledger:
         return self
@@ -110,15 +111,16 @@ class Ledger:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.db.close()
 
-    def _match_tokens(self) -> None:
-        """Cut the token files to what is committed; a run that was killed while tokenising left more."""
+    def _match_tokens(self, *, cut: bool = True) -> None:
+        """Check that the token files hold what is committed, and `cut` what a run that was killed left beyond it."""
         end = self._end()
         for name, size in (("ids.bin", 4), ("mask.bin", 1)):
             path = self.folder / name
-            path.touch()
-            if path.stat().st_size < end * size:
+            if (path.stat().st_size if path.exists() else 0) < end * size:
                 raise LedgerError(f"{path} is shorter than the ledger says; restore it, or start in a new folder")
-            os.truncate(path, end * size)
+            if cut:
+                path.touch()
+                os.truncate(path, end * size)
 
     def _end(self) -> int:
         return int(self.db.execute("SELECT coalesce(max(start + tokens), 0) FROM samples").fetchone()[0])
@@ -164,7 +166,7 @@ class Ledger:
                     os.fsync(file.fileno())
             self.db.execute("COMMIT")
         except BaseException:
-            self.db.execute("ROLLBACK")
+            self._roll_back()
             self._match_tokens()
             raise
         return added
@@ -253,8 +255,12 @@ class Ledger:
                 )
             self.db.execute("COMMIT")
         except BaseException:
-            self.db.execute("ROLLBACK")
+            self._roll_back()
             raise
+
+    def _roll_back(self) -> None:
+        if self.db.in_transaction:  # SQLite has done it itself where the disk is full
+            self.db.execute("ROLLBACK")
 
     def files(self, number: int) -> list[WrittenFile]:
         """The files of a sample."""
@@ -266,6 +272,12 @@ class Ledger:
     def bytes_written(self) -> int:
         """Bytes of all files."""
         return int(self.db.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()[0])
+
+
+def _remedy(error: sqlite3.DatabaseError) -> str:
+    if getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return "an extraction is writing to it; try again in a moment"
+    return "restore it from a copy, or start in a new folder"
 
 
 class Change(msgspec.Struct, frozen=True):

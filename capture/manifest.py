@@ -57,7 +57,8 @@ class Manifest(msgspec.Struct, kw_only=True):
 
 # What `Settings` fields are called when they differ; the layers are compared by their boundaries.
 WORDS = {
-    "model_config": "the model (its config.json)",
+    "model": "the model",
+    "model_config": "the model's config.json",
     "tokenizer": "the tokenizer",
     "chat_template": "the chat template",
     "hidden": "the hidden size",
@@ -85,7 +86,7 @@ def read_manifest(output: Path) -> Manifest:
 
 def write_manifest(output: Path, manifest: Manifest) -> None:
     """Replace the manifest atomically."""
-    write_json(output / "manifest.json", manifest)
+    write_json(output / "manifest.json", manifest, durable=True)
 
 
 def require_same(old: Settings, new: Settings, output: Path) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from capture.rows import BadRow, Row, Skipped, render_mask
+from capture.chat import render_mask
+from capture.rows import BadRow, Row, Skipped
 
 SHOWN = 20
 """How many lines or rows of a kind a plan names; it counts all of them."""

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from capture.tap import SETTINGS_VARIABLE, TapSettings, install
+from capture.settings import SETTINGS_VARIABLE, TapSettings
+from capture.tap import install
 
 
 def register() -> None:

@@ -9,6 +9,7 @@ usage: python -m capture.writer SOCKET_FD SETTINGS_JSON
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -25,6 +26,8 @@ from capture.dump import FORMAT, Line, Meta, request_folder, state_names, write_
 # A message names requests; ids and states travel in the arena. 512 names stay far below what a socket takes at once.
 MESSAGE_PIECES = 512
 MESSAGE_BYTES = 1 << 20
+JOURNAL_SECONDS = 1.0  # after which lines that dumps.jsonl had no room for are tried again
+JOURNAL_TAIL = 1 << 20  # bytes of dumps.jsonl in which a new writer looks for what its predecessor settled
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -84,6 +87,7 @@ class Writer:
         self.names = state_names(len(settings.boundaries))
         self.partial: dict[int, tuple[Any, Any]] = {}  # number -> ids and states of a prompt that comes in chunks
         self.unwritten: list[Line] = []
+        self.journaled_before = _resume(self.dump_dir / "dumps.jsonl")
 
     def forward(self, message: Forward) -> Ack:
         """Settle what a forward made whole, keep the pieces of the rest."""
@@ -96,10 +100,12 @@ class Writer:
         )
 
     def fail(self, message: Fail) -> Ack:
-        """Settle a request that another process gave up."""
+        """Settle a request that the tap gave up, or that the writer before this one died with."""
         self.partial.pop(message.number, None)
+        if message.number in self.journaled_before:  # it died before it said so; the dump may be in use, or gone
+            return Ack(None, [message.number])
         folder = request_folder(self.dump_dir, message.number)
-        if (folder / "done").exists():  # the writer before this one had finished it and died before it said so
+        if (folder / "done").exists():  # it died between dump and journal
             size = sum(path.stat().st_size for path in folder.glob("*.pt"))
             line = Line(message.number, message.rid, "done", size)
         else:
@@ -135,7 +141,7 @@ class Writer:
         needed = states.numel() * states.element_size()
         free = shutil.disk_usage(self.dump_dir).free - self.settings.reserve
         if free < needed:
-            raise OSError(28, f"{needed:,} bytes are needed, {max(free, 0):,} are free on {self.dump_dir}")
+            raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed, {max(free, 0):,} are free on {self.dump_dir}")
         meta = Meta(
             format=FORMAT,
             rid=piece.rid,
@@ -164,13 +170,31 @@ class Writer:
     def journal(self, lines: list[Line]) -> None:
         """Append to dumps.jsonl; lines that do not fit now go with the next ones."""
         self.unwritten += lines
+        if not self.unwritten:
+            return
         text = b"".join(msgspec.json.encode(line) + b"\n" for line in self.unwritten)
         try:
             _append(self.dump_dir / "dumps.jsonl", text)
         except OSError as error:
-            say(f"dumps.jsonl: {error}")
+            if lines:
+                say(f"dumps.jsonl: {error}")
         else:
             self.unwritten = []
+
+
+def _resume(path: Path) -> set[int]:
+    """Cut off a line that an earlier writer died in; returns the numbers in the last lines that it left."""
+    try:
+        with path.open("r+b") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - JOURNAL_TAIL)
+            file.seek(start)
+            whole, newline, half = file.read().rpartition(b"\n")
+            if half:
+                file.truncate(start + len(whole) + len(newline))
+    except FileNotFoundError:
+        return set()
+    lines = whole.splitlines()[1 if start else 0 :]  # the first may lack its beginning
+    return {msgspec.json.decode(line, type=Line).n for line in lines}
 
 
 def _append(path: Path, text: bytes) -> None:
@@ -180,7 +204,7 @@ def _append(path: Path, text: bytes) -> None:
         end = os.fstat(handle).st_size
         if os.write(handle, text) != len(text):
             os.ftruncate(handle, end)
-            raise OSError(28, "no room for a line")
+            raise OSError(errno.ENOSPC, "no room for a line")
     finally:
         os.close(handle)
 
@@ -202,9 +226,20 @@ def main(argv: list[str]) -> None:
     link = socket.socket(fileno=int(argv[0]))
     writer = Writer(msgspec.json.decode(argv[1], type=WriterSettings))
     decoder = msgspec.json.Decoder(Forward | Fail)
-    while data := link.recv(MESSAGE_BYTES):
+    while True:
+        link.settimeout(JOURNAL_SECONDS if writer.unwritten else None)
+        try:
+            data = link.recv(MESSAGE_BYTES)
+        except TimeoutError:
+            writer.journal([])
+            continue
+        except OSError:  # the scheduler died without reading our last answers
+            return
+        if not data:
+            return
         message = decoder.decode(data)
         answer = writer.forward(message) if isinstance(message, Forward) else writer.fail(message)
+        link.settimeout(None)
         try:
             link.send(msgspec.json.encode(answer))
         except OSError:

@@ -124,7 +124,7 @@ def launch(
         headless.out(status, common.json, words.server)
         verdict = status["verdict"]["verdict"]
         if verdict == "starting":
-            headless.say(f"not ready after {timeout:.0f} s; it goes on, `layertap status --watch` follows it")
+            headless.say(f"not ready after {timeout:g} s; it goes on, `layertap status --watch` follows it")
             return ExitCode.TIMEOUT
         return ExitCode.OK if verdict == "healthy" else ExitCode.NOT_READY
 
@@ -194,11 +194,12 @@ def runs(*, common: Common = COMMON) -> int:
     def lines(found: list[dict[str, Any]]) -> Iterator[str]:
         for run in found:
             ended = run["exit"]
-            how = "" if not ended else f" {ended['code'] if ended['code'] is not None else 'signal'}"
+            how = "" if not ended else f" {ended['code']}" if ended["signal"] is None else f" signal {ended['signal']}"
             yield f"{run['id']:<32} {run['state']}{how}"
 
     with _session(common) as session:
-        headless.out(session.host.request("all"), common.json, lines)
+        found = session.host.request("all")
+        headless.out({"schema": 1, "runs": found}, common.json, lambda _: lines(found))
         return ExitCode.OK
 
 
@@ -249,7 +250,7 @@ def try_prompt(
         )
         code, result = headless.finish_job(session, run)
         headless.out(result, common.json, words.tried)
-        return ExitCode.NOT_VERIFIED if len(result["tokens"]) != result["rows"] else code
+        return code
 
 
 @app.command
@@ -320,10 +321,9 @@ def extract(
 
     with _session(common) as session:
         place = _path(output)
-        earlier = session.extraction(place)
-        if earlier is not None and earlier["state"] in ("running", "starting"):
-            headless.say(f"attached to {earlier['id']}, which writes to {place} already")
-            run_id = earlier["id"]
+        run = session.extraction(place)
+        if run is not None and run["state"] in ("running", "starting"):
+            headless.say(f"attached to {run['id']}, which writes to {place} already")
         else:
             job = {
                 "rows": _path(rows),
@@ -333,11 +333,12 @@ def extract(
                 "layertap": app.version,
                 "allow_volatile": allow_volatile,
             }
-            run_id = session.start("extract", job, port)["id"]
-            headless.say(f"started {run_id}")
+            run = session.start("extract", job, port)
+            headless.say(f"started {run['id']}")
         if detach:
+            headless.out(run, common.json, lambda run: [run["id"]])
             return ExitCode.OK
-        return _follow_extraction(session, run_id, common.json, watch)
+        return _follow_extraction(session, run["id"], common.json, watch)
 
 
 def _follow_extraction(session: Session, run_id: str, as_json: bool, watch: bool) -> int:
@@ -369,7 +370,7 @@ def verify(dataset: Path, *, common: Common = COMMON) -> int:
     Args:
         dataset: folder of the dataset.
     """
-    from console import headless
+    from console import headless, words
 
     def lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"{report['samples']:,} samples · {report['verified']:,} verified · {report['failed']:,} failed"
@@ -378,11 +379,7 @@ def verify(dataset: Path, *, common: Common = COMMON) -> int:
             yield f"  sample {failure['sample']}{where}: {failure['reason']}"
 
     with _session(common) as session:
-        run = headless.follow_job(
-            session,
-            session.start("verify", {"output": _path(dataset)})["id"],
-            lambda now: f"{now['done']:,} / {now['total']:,} samples",
-        )
+        run = headless.follow_job(session, session.start("verify", {"output": _path(dataset)})["id"], words.verifying)
         code, result = headless.finish_job(session, run)
         headless.out(result, common.json, lines)
         return code
@@ -406,8 +403,8 @@ def demo(
 
     with _session(common) as session:
         place = _path(output)
-        session.host.request("replace_folder", path=place, holding="manifest.json")
         merged = session.plan_launch(profile, None, _free_port(), sglang.Overrides())
+        session.host.request("remove_demo", path=place)
         server = session.launch(merged, _layers({}, merged.layers))
         headless.say(f"launched {server['id']} ({profile}, SGLang {server['sglang']}) on port {server['port']}")
         try:
@@ -427,7 +424,7 @@ def demo(
             run = session.start("extract", job, server["port"])
             _, drawn = headless.finish_job(session, headless.follow_job(session, run["id"], words.progress))
             check = session.start("verify", {"output": place})
-            _, report = headless.finish_job(session, headless.follow_job(session, check["id"], str))
+            _, report = headless.finish_job(session, headless.follow_job(session, check["id"], words.verifying))
         finally:
             stopped = session.stop(server["id"], "the demo is over")
         made = {
@@ -476,7 +473,7 @@ def _pairs(words: list[str], option: str) -> dict[str, Any]:
         name, equals, value = word.partition("=")
         if not name:
             raise UsageError(f"{option} {word!r}: expected NAME=VALUE")
-        pairs[name] = True if not equals else value
+        pairs[name] = {"true": True, "false": False}.get(value, value) if equals else True
     return pairs
 
 
@@ -516,7 +513,7 @@ def _shown_launch(merged: Any, layers: str) -> dict[str, Any]:
         shown = []
         for line in found:
             value = line.value if line.value is True else masked(line.name, line.value)
-            shown.append([line.name, value, f"{line.why} [{line.source}]"])
+            shown.append([line.name, value, f"{line.why} [{line.source}]".lstrip()])
         return shown
 
     return {

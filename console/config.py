@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import os
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from backends.errors import UsageError
-
-VARIABLE = "LAYERTAP_CONFIG"
 
 
 class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,7 +24,7 @@ class ExtractConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ren
 
     format: list[str] = msgspec.field(default_factory=lambda: ["native"])
     max_length: int | None = None
-    overlong: str = "skip"
+    overlong: Literal["skip", "truncate"] = "skip"
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,19 +36,18 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load(path: Path | None) -> Config:
-    """The config at `path`, else in `LAYERTAP_CONFIG`, else in the user's config folder; empty where there is none.
+    """The config at `path`, else in the user's config folder; empty where there is none.
 
     Raises UsageError naming the file and the key that is wrong.
     """
     import platformdirs
 
-    asked = path or (Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None)
-    found = asked or platformdirs.user_config_path("layertap") / "layertap.toml"
+    found = path or platformdirs.user_config_path("layertap") / "layertap.toml"
     try:
         table = tomllib.loads(found.read_text(encoding="utf-8"))
         return msgspec.convert(table, Config)
     except FileNotFoundError:
-        if asked:
+        if path:
             raise UsageError(f"{found}: there is no such file") from None
         return Config()
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -65,6 +61,6 @@ def _suggestion(error: str) -> str:
     if "unknown field" not in error:
         return ""
     word = error.split("`")[1]
-    known = [name for kind in (Config, HostConfig, ExtractConfig) for name in kind.__struct_encode_fields__]
-    close = difflib.get_close_matches(word, known, 1)
+    kind = HostConfig if "`$.host" in error else ExtractConfig if "`$.extract" in error else Config
+    close = difflib.get_close_matches(word, kind.__struct_encode_fields__, 1)
     return f"; did you mean `{close[0]}`?" if close else ""

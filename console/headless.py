@@ -9,9 +9,12 @@ from typing import Any
 
 import msgspec
 
-from backends.errors import BY_CODE, ExitCode, LayertapError, RunDied
+from backends.errors import OurBug, RunDied, by_code
+from backends.sglang import mask_text
 from console import words
 from console.session import Session
+
+LOG_SHOWN = 4000  # bytes of a failed job's log
 
 
 def out(data: Any, as_json: bool, text: Callable[[Any], Iterable[str]]) -> None:
@@ -67,11 +70,16 @@ def wait_ready(session: Session, run_id: str, seconds: float) -> dict[str, Any]:
 
 
 def follow_job(session: Session, run_id: str, line: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
-    """Follow a job to its end with a progress line; returns the ended run."""
+    """Follow a job to its end with a progress line; returns the ended run. Ctrl+C stops the job."""
     run: dict[str, Any] = {}
-    for run in session.follow(run_id):
-        if run["progress"]:
-            ProgressLine.show(line(run["progress"]))
+    try:
+        for run in session.follow(run_id):
+            if run["progress"]:
+                ProgressLine.show(line(run["progress"]))
+    except KeyboardInterrupt:
+        say(f"stopping {run_id} …")
+        session.stop(run_id, "Ctrl+C")
+        raise
     ProgressLine.clear()
     return run
 
@@ -84,17 +92,14 @@ def finish_job(session: Session, run: dict[str, Any]) -> tuple[int, Any]:
     ended, result = run["exit"], run["result"]
     code = ended["code"] if ended else None
     if isinstance(result, dict) and "error" in result and code:
-        error = BY_CODE.get(code, LayertapError)(result["error"])
-        error.exit_code = ExitCode(code)
-        raise error
+        raise by_code(code, result["error"])
     if code is None:
         how = f"by signal {ended['signal']}" if ended else "and could not write down how"
         raise RunDied(f"the run {run['id']} was ended {how}; give the same command again, nothing is lost")
     if result is None:
-        _, log = session.log(run["log"], 0)
-        error = LayertapError(f"the run {run['id']} failed:\n{log.decode(errors='replace').strip()[-4000:]}")
-        error.exit_code = ExitCode.OUR_BUG
-        raise error
+        found, _ = session.host.read(run["log"], 0, 0)
+        _, log = session.log(run["log"], max(0, found["size"] - LOG_SHOWN))
+        raise OurBug(f"the run {run['id']} failed:\n{mask_text(log.decode(errors='replace').strip())}")
     return code, result
 
 

@@ -71,13 +71,14 @@ class Session:
         return self._dict(self.host.request("status", run_id=run_id))
 
     def follow_launch(self, run_id: str, seconds: float) -> Iterator[dict[str, Any]]:
-        """The server's status, renewed until it is healthy, has ended or `seconds` are over."""
+        """The server's status, renewed until it is healthy, has ended, is up without the tap, or `seconds` are over."""
         deadline = time.monotonic() + seconds
         while True:
             status = self.status(run_id)
             yield status
-            verdict = status["verdict"]["verdict"]
-            if verdict in ("healthy", "crashed", "stopped") or time.monotonic() > deadline:
+            settled = status["verdict"]["verdict"] in ("healthy", "crashed", "stopped")
+            without_tap = status["phase"] == "ready" and not (status["tap"] and status["tap"]["inside"])
+            if settled or without_tap or time.monotonic() > deadline:
                 return
             time.sleep(POLL_SECONDS)
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-PHASES = ("args", "dist", "weights", "kv", "tune", "graphs", "limits", "http", "warm_up", "ready")
 BLOCKS = "▁▂▃▄▅▆▇█"
 SIGNS = {"healthy": "+", "starting": "~", "crashed": "!", "stopped": "-", "unknown": "?"}
 
@@ -17,10 +16,10 @@ def size(count: float | None) -> str:
     if count is None:
         return "?"
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+        if count < 999.5:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:,.3g} TB"
+    return f"{count:,.0f} TB" if count >= 99.95 else f"{count:.3g} TB"
 
 
 def duration(seconds: float | None) -> str:
@@ -102,6 +101,11 @@ def progress(now: dict[str, Any]) -> str:
     return " · ".join(part for part in parts if part)
 
 
+def verifying(now: dict[str, Any]) -> str:
+    """A verification's progress in one line."""
+    return f"{now['done']:,} / {now['total']:,} samples"
+
+
 def snapshot(now: dict[str, Any]) -> Iterator[str]:
     """A snapshot in lines."""
     host = now["host"]
@@ -156,9 +160,8 @@ def histogram(buckets: list[list[int]]) -> str:
 
 def tried(made: dict[str, Any]) -> Iterator[str]:
     """The outcome of one prompt in lines."""
-    sent, rows = len(made["tokens"]), made["rows"]
-    same = f"{rows} rows in every tensor" if rows == sent else f"!! BUT {rows} ROWS: they are not this prompt's states"
-    yield f"{sent} tokens sent · {same} · {made['seconds']} s"
+    sent = len(made["tokens"])
+    yield f"{sent} tokens sent · {made['rows']} rows in every tensor · {made['seconds']} s"
     names = list(made["states"])
     yield f"{'id':>8}  {'text':<16}" + "".join(f"{'|' + name + '|':>12}" for name in names)
     for row, token in enumerate(made["tokens"][:40]):
@@ -172,7 +175,7 @@ def tried(made: dict[str, Any]) -> Iterator[str]:
             what = f"output of layer {outputs[int(name[4:])]}"
         else:
             what = "last layer, after the final norm" if name == "final" else "last layer, before the final norm"
-        yield (f"{name:<6} {state['shape']} {state['dtype']} mean {state['mean']:.4g} std {state['std']:.4g} · {what}")
+        yield f"{name:<6} {state['shape']} {state['dtype']} mean {state['mean']:.4g} std {state['std']:.4g} · {what}"
     for finding in made["findings"]:
         yield f"{'!!' if finding['fatal'] else '!'} {finding['what']}; {finding['remedy']}"
 

@@ -1,11 +1,4 @@
-"""Training formats: one module each, all with the same four functions.
-
-path(number)                          where sample `number` lies, relative to the dataset
-bytes_per_token(hidden, layers, itemsize)   tensor bytes that a token takes
-refuse(dtype, layers)                 why it cannot be written from such states, None where it can
-encode(states, ids, mask)             the file's bytes
-decode(data)                          (ids, mask, states) out of a file's bytes, for verification
-"""
+"""Training formats: one module each, all with the functions of `Format`."""
 
 from __future__ import annotations
 

@@ -9,12 +9,11 @@ specforge/rows_<g>-<g + 2000>/data_<i>.ckpt    torch.save of
 from __future__ import annotations
 
 import io
-import pickle
-import zipfile
 from typing import Any
 
 GROUP = 2000
 LAYERS = 3
+KEYS = ("input_ids", "loss_mask", "hidden_state", "aux_hidden_state")
 
 
 def path(number: int) -> str:
@@ -58,11 +57,11 @@ def decode(data: bytes, layers: int) -> tuple[Any, Any, dict[str, Any]]:
 
     try:
         record = torch.load(io.BytesIO(data), weights_only=True)
-        aux, final = record["aux_hidden_state"], record["hidden_state"]
-        ids, mask = record["input_ids"], record["loss_mask"]
-    except (RuntimeError, KeyError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
-        raise ValueError(f"no sample of this format: {error}") from error
-    if aux.dim() != 3 or final.dim() != 3:
-        raise ValueError(f"states have shapes {tuple(aux.shape)} and {tuple(final.shape)}, expected three dimensions")
+        ids, mask, final, aux = (record[key] for key in KEYS)
+        shapes = [list(tensor.shape) for tensor in (ids, mask, final, aux)]
+    except Exception as error:  # whatever damaged bytes lead torch's unpickler to
+        raise ValueError(f"no sample of this format ({type(error).__name__})") from error
+    if any(len(shape) != 3 or shape[0] != 1 for shape in shapes[2:]):
+        raise ValueError(f"states have shapes {shapes[2]} and {shapes[3]}, expected [1, tokens, width]")
     states = {f"aux_{i}": part for i, part in enumerate(aux[0].chunk(layers, dim=-1))}
     return ids, mask, states | {"final": final[0]}

@@ -11,8 +11,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from capture.chat import InputError
 from capture.plan import Plan, make_plan
-from capture.rows import BadRow, InputError, Row, RowOptions, Skipped, tokenise
+from capture.rows import BadRow, Row, RowOptions, Skipped, tokenise
 
 FILE = "rows.jsonl"
 

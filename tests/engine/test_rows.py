@@ -14,17 +14,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from capture.rows import (
-    BadRow,
-    InputError,
-    Row,
-    RowOptions,
-    Skipped,
-    load_tokenizer,
-    read_hash,
-    render_mask,
-    tokenise,
-)
+from capture.chat import InputError, render_mask
+from capture.rows import BadRow, Row, RowOptions, Skipped, load_tokenizer, read_hash, tokenise
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"

@@ -118,6 +118,7 @@ def test_embedded_profiles(name: str, outputs: list[int]) -> None:
         "SGLANG_EXPOSE_OWN_ENV_VARS": "1",
         "SGLANG_PLATFORM": "layertap_cpu",
         "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
     }
     words = " ".join(result.argv("py"))
     assert "--device cpu --attention-backend torch_native --context-length 2056 --max-total-tokens 16384" in words

@@ -1,0 +1,45 @@
+# make demo   the main job on the embedded engine          make test       what every change must pass, under 15 minutes
+# make check  ruff, mypy, import-linter                     make test-all   all of it, before something is called done
+
+PYTHON ?= python3
+CONSOLE := .venv/bin/python
+ENGINE := .venv-engine/bin/python
+PIP := -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo check test test-all console engine clean
+
+demo: console engine
+	.venv/bin/layertap demo
+
+check: console
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+test: console engine
+	$(CONSOLE) -m pytest -m "not slow" tests/unit tests/end_to_end
+	PYTHONPATH=. $(ENGINE) -m pytest -m "not slow" tests/engine
+
+test-all: console engine
+	$(CONSOLE) -m pytest tests/unit tests/end_to_end
+	PYTHONPATH=. $(ENGINE) -m pytest tests/engine
+
+# The console's environment, with everything that the checks and its tests need.
+console: .venv/ready
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(CONSOLE) $(PIP) -e . -r tests/requirements.txt
+	touch $@
+
+# SGLang on a plain CPU, apart from the console: nothing of Layertap is installed in it.
+engine: .venv-engine/ready
+.venv-engine/ready: backends/embedded/requirements.txt
+	$(PYTHON) -m venv .venv-engine
+	$(ENGINE) $(PIP) --only-binary :all: -r backends/embedded/requirements.txt
+	$(ENGINE) $(PIP) --no-deps sglang==0.5.23
+	$(ENGINE) $(PIP) "pytest>=8.4,<9" "pytest-timeout>=2.3,<3"
+	touch $@
+
+clean:
+	rm -rf .venv .venv-engine layertap-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,206 @@
+"""TP rank 0's half of the tap: tells requests apart, fills arena slots, keeps tap.json true."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from capture.arena import Arena, ArenaShape
+from capture.dump import TapState, make_private, state_names, write_json
+from capture.settings import Rid, TapSettings
+from capture.writer import Fail, Piece, WriterSettings
+from capture.writer_link import WriterLink
+
+logger = logging.getLogger("sglang.layertap")
+
+HEALTH_PREFIX = "HEALTH_CHECK"
+SLOT_WAIT = 2.0  # seconds that a forward may wait for a slot
+CHUNK_WAIT = 600.0  # seconds after which a prompt that comes in chunks is given up
+PUBLISH_SECONDS = 0.3
+
+
+class Request(msgspec.Struct):
+    """A prompt that is coming: `seen` of its `rid.tokens` rows so far; None as number once it is given up."""
+
+    number: int | None
+    rid: str
+    total: int
+    seen: int = 0
+    at: float = 0.0
+
+
+class Keeper:
+    """TP rank 0's half: numbers requests, fills slots, follows the writer, keeps tap.json true."""
+
+    def __init__(self, settings: TapSettings, state: TapState) -> None:
+        assert state.layers is not None
+        self.settings, self.state = settings, state
+        self.dump_dir = make_private(Path(settings.dump_dir))
+        self.requests: dict[str, Request] = {}
+        self.numbers = 0
+        self.published = b""
+        self.seen: Counter[str] = Counter()
+        states = len(state_names(len(state.layers.boundaries)))
+        self.arena = self._make_arena(states)
+        state.slots, state.bytes_per_token = self.arena.shape.slots, self.arena.shape.bytes_per_token
+        self.writer = WriterLink(
+            self.arena.shape.slots,
+            WriterSettings(
+                dump_dir=str(self.dump_dir),
+                arena=self.arena.shape,
+                boundaries=state.layers.boundaries,
+                reserve=settings.reserve,
+                model=state.model,
+                sglang=state.sglang,
+                tap=state.code,
+            ),
+        )
+        self.publish()
+        threading.Thread(target=self._keep_published, name="layertap-state", daemon=True).start()
+
+    def _make_arena(self, states: int) -> Arena:
+        """As many slots as asked for, fewer where they would take more than half of the free tmpfs."""
+        shape = ArenaShape(self.settings.slots, self.state.slot_tokens, states, self.state.hidden, self.state.dtype)
+        free = os.statvfs(self.dump_dir).f_bavail * os.statvfs(self.dump_dir).f_frsize
+        slots = min(shape.slots, free // 2 // shape.slot_bytes)
+        if slots < 1:
+            raise OSError(
+                28,
+                f"layertap: the arena needs {2 * shape.slot_bytes:,} free bytes on {self.dump_dir}, {free:,} are free; "
+                "make room there, or lower --max-prefill-tokens or --context-length",
+            )
+        return Arena.create(self.dump_dir / "arena", msgspec.structs.replace(shape, slots=slots))
+
+    def count(self, batch: Any, ours: list[bool]) -> None:
+        """Count each request by its class, once, at its first chunk."""
+        for rid, prefix, mine in zip(batch.rids or (), batch.extend_prefix_lens_cpu, ours, strict=True):
+            if rid in self.requests or (prefix and not mine):
+                continue
+            self.seen[self._class_of(rid, mine)] += 1
+
+    def _class_of(self, rid: str, mine: bool) -> str:
+        if mine:
+            return "ours"
+        if rid.startswith(HEALTH_PREFIX):
+            return "health"
+        return "warm_up" if (self.dump_dir / "warming").exists() else "stranger"
+
+    def take(self, batch: Any, states: list[Any]) -> None:
+        """Copy the rows of our requests into a slot and tell the writer; never raises, waits `SLOT_WAIT` at most."""
+        pieces, rows = self._pieces(batch)
+        if not pieces:
+            return
+        reason = self._unfit(batch, states)
+        slot = None if reason else self.writer.take_slot(SLOT_WAIT)
+        if slot is None:
+            self._give_up(pieces, reason or f"no arena slot came free within {SLOT_WAIT:.0f} s: the writer is too slow")
+            return
+        try:
+            ids, room = self.arena.ids(slot), self.arena.states(slot)
+            for piece, row in zip(pieces, rows, strict=True):
+                to, source = slice(piece.start, piece.start + piece.length), slice(row, row + piece.length)
+                ids[to].copy_(batch.input_ids[source])
+                for place, state in zip(room, states, strict=True):
+                    place[to].copy_(state[source])
+        except Exception as error:  # a prompt lost is said, the server goes on
+            logger.exception("layertap: copying a forward failed")
+            self.writer.put_back(slot)
+            self._give_up(pieces, f"copying its states failed: {error}")
+            return
+        self.writer.send_forward(slot, pieces)
+
+    def _pieces(self, batch: Any) -> tuple[list[Piece], list[int]]:
+        """What of this forward is ours and whole so far, packed from the slot's start, and where its rows lie."""
+        pieces, rows, packed, row = [], [], 0, 0
+        for rid, prefix, length in zip(
+            batch.rids, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True
+        ):
+            request = self._request(rid, prefix, length)
+            if request is not None and request.number is not None:
+                pieces.append(Piece(request.number, rid, packed, length, prefix, request.total))
+                rows.append(row)
+                packed += length
+            row += length
+        return pieces, rows
+
+    def _request(self, rid: str, prefix: int, length: int) -> Request | None:
+        """The request that rows `prefix … prefix + length` belong to; None for one that is not ours."""
+        if not rid.startswith(self.settings.secret + "."):
+            return None
+        request = self.requests.get(rid)
+        if request is None or (prefix == 0 and request.seen):  # new, or SGLang took it back and starts it again
+            if request is not None:
+                self._fail(request, "SGLang took the prompt back half-way and started it again")
+            parsed = Rid.parse(rid)
+            request = Request(self.numbers, rid, parsed.tokens if parsed else 0)
+            self.requests[rid] = request
+            self.numbers += 1
+        request.at = time.monotonic()
+        if prefix != request.seen == 0:
+            self._fail(
+                request,
+                f"{prefix} of its {request.total} tokens were not computed but came from a prefix cache; start the "
+                "server with --disable-radix-cache",
+            )
+        elif prefix != request.seen:
+            self._fail(request, f"its tokens {request.seen} to {prefix} never came by")
+        elif prefix + length > request.total:
+            self._fail(request, f"it has more than the {request.total} tokens that its rid names")
+        request.seen = prefix + length
+        if request.seen >= request.total:
+            self.requests.pop(rid, None)
+        return request
+
+    def _unfit(self, batch: Any, states: list[Any]) -> str | None:
+        rows, shape = sum(batch.extend_seq_lens_cpu), self.arena.shape
+        if rows > shape.slot_tokens:
+            return f"its forward has {rows} tokens, an arena slot holds {shape.slot_tokens}"
+        if len(states) != shape.states:
+            return f"the model returned {len(states)} states, {shape.states} were asked for"
+        for state in states:
+            if tuple(state.shape) != (rows, shape.hidden):
+                return f"its forward has {rows} tokens, the model returned states of shape {tuple(state.shape)}"
+            if str(state.dtype) != f"torch.{shape.dtype}":
+                return f"the model returned {state.dtype} states, the arena holds {shape.dtype}"
+        return None
+
+    def _give_up(self, pieces: Iterable[Piece], reason: str) -> None:
+        for piece in pieces:
+            request = self.requests.get(piece.rid) or Request(piece.number, piece.rid, piece.total)
+            self._fail(request, reason)
+
+    def _fail(self, request: Request, reason: str) -> None:
+        """Have the writer settle `request` as failed; its later chunks are dropped."""
+        if request.number is not None:
+            self.writer.send_fail(Fail(request.number, request.rid, reason))
+            request.number = None
+
+    def publish(self) -> None:
+        """Write tap.json if it changed."""
+        self.state.seen = {name: self.seen[name] for name in ("ours", "warm_up", "health", "stranger")}
+        self.state.writer_pid, self.state.writers_lost = self.writer.pid, self.writer.lost
+        self.state.slots_free, self.state.failed = self.writer.free.qsize(), self.writer.failed
+        now = msgspec.json.encode(self.state)
+        if now != self.published:
+            write_json(self.dump_dir / "tap.json", self.state)
+            self.published = now
+
+    def _keep_published(self) -> None:
+        while True:
+            time.sleep(PUBLISH_SECONDS)
+            for request in list(self.requests.values()):
+                if time.monotonic() - request.at > CHUNK_WAIT:
+                    self._fail(request, f"no further chunk of it came for {CHUNK_WAIT:.0f} s")
+                    self.requests.pop(request.rid, None)
+            try:
+                self.publish()
+            except OSError as error:
+                logger.warning("layertap: tap.json: %s", error)

@@ -1,0 +1,149 @@
+"""Rows in, a verified dataset out; and whatever is killed on the way, nothing is lost and nothing is there twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Layertap, shared_data, until, write_rows
+
+GSM8K = ("--prompt-column", "question", "--response-column", "answer")
+CUT = ("--max-length", "2048", "--overlong", "truncate")
+
+
+def take(source: Path, target: Path, rows: int) -> Path:
+    """The first rows of a JSONL or JSON array file."""
+    if source.suffix == ".json":
+        target.write_text(json.dumps(json.loads(source.read_text())[:rows]))
+    else:
+        target.write_text("".join(source.read_text().splitlines(keepends=True)[:rows]))
+    return target
+
+
+def check(layertap: Layertap, output: Path, samples: int, formats: tuple[str, ...] = ("native",)) -> None:
+    """The dataset holds exactly `samples` samples, each once a format, and all verify."""
+    assert layertap.json("verify", output) == {
+        "schema": 1,
+        "samples": samples,
+        "verified": samples,
+        "failed": 0,
+        "failures": [],
+    }
+    for name in formats:
+        files = [path for path in (output / name).rglob("*") if path.is_file()]
+        assert len(files) == samples
+    with sqlite3.connect(output / "ledger.sqlite") as ledger:
+        assert ledger.execute("SELECT count(*) FROM files").fetchone() == (samples * len(formats),)
+        assert ledger.execute("SELECT DISTINCT state FROM samples").fetchall() == [("written",)]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("gsm8k_test.jsonl", GSM8K), ("mtbench_messages.jsonl", ()), ("sharegpt_dummy.json", ())],
+)
+def test_real_rows(layertap: Layertap, server: dict[str, Any], work: Path, name: str, options: tuple[str, ...]) -> None:
+    rows = take(shared_data(name), work / name, 10)
+    output = work / "out"
+    made = layertap.json("extract", rows, "--output", output, "--format", "native,specforge", *options, *CUT)
+    assert (made["samples"], made["written"], made["failed"], made["bad_rows"]) == (10, 10, 0, 0)
+    check(layertap, output, 10, ("native", "specforge"))
+    assert list(Path(server["dump_dir"]).glob("req_*")) == []
+
+
+def test_the_driver_is_killed_and_the_same_command_finishes(
+    layertap: Layertap, server: dict[str, Any], work: Path
+) -> None:
+    rows, output = write_rows(work / "rows.jsonl", 250), work / "out"
+    console = layertap.start("extract", rows, "--output", output)
+    until(lambda: (now := layertap.progress(output)) and 0 < now["written"] < 200)
+    os.kill(layertap.run_of("extract")["running"]["child"]["pid"], signal.SIGKILL)
+    assert console.wait(60) == 9
+    layertap("extract", rows, "--output", output)
+    check(layertap, output, 250)
+    layertap("extract", rows, "--output", output)  # and once more: there is nothing to do
+    check(layertap, output, 250)
+    assert list(Path(server["dump_dir"]).glob("req_*")) == []
+
+
+def test_the_writer_is_killed_and_the_run_goes_on(layertap: Layertap, server: dict[str, Any], work: Path) -> None:
+    rows, output = write_rows(work / "rows.jsonl", 250), work / "out"
+    console = layertap.start("extract", rows, "--output", output)
+    until(lambda: (now := layertap.progress(output)) and 0 < now["written"] < 200)
+    before = layertap.json("status")["dumps"]
+    os.kill(before["writer_pid"], signal.SIGKILL)
+    assert console.wait(200) == 0
+    assert layertap.json("status")["dumps"]["writers_lost"] == before["writers_lost"] + 1
+    check(layertap, output, 250)
+
+
+def test_ctrl_c_leaves_the_run_and_the_command_attaches_again(
+    layertap: Layertap, server: dict[str, Any], work: Path
+) -> None:
+    rows, output = write_rows(work / "rows.jsonl", 250), work / "out"
+    console = layertap.start("extract", rows, "--output", output)
+    until(lambda: layertap.progress(output))
+    console.send_signal(signal.SIGINT)
+    _, narration = console.communicate(timeout=60)
+    assert console.returncode == 130
+    assert "goes on; the same command attaches to it again" in narration
+    layertap("extract", rows, "--output", output)
+    assert "attached to extract-" in layertap.narration or "started extract-" in layertap.narration
+    check(layertap, output, 250)
+
+
+def test_other_settings_are_refused_and_named(layertap: Layertap, server: dict[str, Any], work: Path) -> None:
+    rows, output = write_rows(work / "rows.jsonl", 3), work / "out"
+    layertap("extract", rows, "--output", output)
+    layertap("extract", rows, "--output", output, "--max-length", "64", "--format", "specforge", code=2)
+    assert f"{output} was made with other settings" in layertap.narration
+    assert "--max-length was None, now 64" in layertap.narration
+    assert "--format was native, now specforge" in layertap.narration
+    check(layertap, output, 3)
+
+
+def test_the_input_may_grow_and_may_not_shrink(layertap: Layertap, server: dict[str, Any], work: Path) -> None:
+    rows, output = write_rows(work / "rows.jsonl", 5), work / "out"
+    layertap("extract", rows, "--output", output)
+    write_rows(rows, 8)
+    layertap("extract", rows, "--output", output)
+    check(layertap, output, 8)
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[2:]))
+    layertap("extract", rows, "--output", output, code=2)
+    assert f"2 rows of the earlier input are not there any more or read differently now, the first was {rows}:1" in (
+        layertap.narration
+    )
+    check(layertap, output, 8)
+
+
+def test_bad_rows_are_named_and_the_rest_is_drawn(layertap: Layertap, server: dict[str, Any], work: Path) -> None:
+    rows, output = write_rows(work / "rows.jsonl", 4), work / "out"
+    lines = rows.read_text().splitlines()
+    rows.write_text("\n".join([lines[0], "{not json", lines[1], '{"text": "no shape"}', *lines[2:]]) + "\n")
+    made = layertap.json("extract", rows, "--output", output, code=1)
+    assert (made["written"], made["failed"], made["bad_rows"]) == (4, 0, 2)
+    log = layertap("logs", layertap.run_of("extract")["id"])
+    assert f"{rows}:2: " in log and f"{rows}:4: " in log
+    check(layertap, output, 4)
+
+
+def test_the_server_is_killed_launched_again_and_the_run_goes_on(
+    layertap: Layertap, server: dict[str, Any], work: Path
+) -> None:
+    rows, output = write_rows(work / "rows.jsonl", 250), work / "out"
+    console = layertap.start("extract", rows, "--output", output)
+    until(lambda: (now := layertap.progress(output)) and 0 < now["written"] < 200)
+    tap = json.loads((Path(server["dump_dir"]) / "tap.json").read_text())
+    os.kill(tap["pid"], signal.SIGKILL)
+    _, narration = console.communicate(timeout=200)
+    assert console.returncode == 9, narration
+    assert "is dead; `layertap launch` it, then give the command again" in narration
+    layertap("extract", rows, "--output", output, code=None)  # refused in one way or another, and nothing is lost
+    layertap("stop", server["id"])
+    layertap.json("launch", "embedded-llama", "--port", server["port"])
+    layertap("extract", rows, "--output", output)
+    check(layertap, output, 250)

@@ -1,0 +1,1 @@
+"""Stands in for SGLang in tests of what runs and watches it."""

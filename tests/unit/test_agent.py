@@ -1,0 +1,232 @@
+"""What the agent answers: runs, the server's state, stops with all that hangs on them, and an earlier demo removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import SLEEP, until
+
+from backends import agent as agents
+from backends import runs
+from backends.agent import Agent
+from backends.errors import Locked, RunDied, UsageError
+from backends.runs import Run
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def agent(home: Path, payload_folder: Path) -> Agent:
+    return Agent(payload_folder)
+
+
+# --- Runs ---
+
+
+def test_a_run_as_it_is_shown(agent: Agent, start: Start, home: Path) -> None:
+    run = start("verify", details={"output": "/data"})
+    assert agent.run(run.id) == {
+        "schema": 1,
+        "id": run.id,
+        "kind": "verify",
+        "state": "running",
+        "folder": f"{home}/state/layertap/runs/{run.id}",
+        "log": f"{home}/state/layertap/runs/{run.id}/verify.log",
+        "port": None,
+        "dump_dir": None,
+        "code": "0123",
+        "sglang": None,
+        "created": run.spec.created,
+        "stop_asked": False,
+        "exit": None,
+        "details": {"output": "/data"},
+        "argv": SLEEP,
+        "progress": None,
+        "result": None,
+    }
+    made = agent.stop(run.id[:-1], "enough")
+    assert (made.id, made.how, made.left) == (run.id, "asked", [])
+    shown = agent.run(run.id)
+    assert (shown["state"], shown["stop_asked"], shown["exit"].signal) == ("exited", True, signal.SIGINT)
+
+
+def test_progress_and_result_are_read_from_the_folder(agent: Agent, start: Start) -> None:
+    run = start("verify")
+    (run.folder / "progress.json").write_text('{"done": 1}')
+    (run.folder / "result.json").write_text('{"half')
+    shown = agent.run(run.id)
+    assert shown["progress"] == {"done": 1}
+    assert shown["result"] is None
+
+
+def test_runs_are_listed(agent: Agent, start: Start) -> None:
+    first, second = start("verify"), start("extract")
+    assert [run["id"] for run in agent.all()] == [second.id, first.id]
+    assert [run["id"] for run in agent.all("verify")] == [first.id]
+
+
+def test_the_newest_extraction(agent: Agent, start: Start) -> None:
+    assert agent.extraction() is None
+    into_a, into_b = (start("extract", details={"output": output}) for output in ("/a", "/b"))
+    newest, of_a = agent.extraction(), agent.extraction("/a")
+    assert newest is not None
+    assert newest["id"] == into_b.id
+    assert of_a is not None
+    assert of_a["id"] == into_a.id
+    assert agent.extraction("/c") is None
+
+
+# --- Servers ---
+
+
+def test_the_state_of_a_server(agent: Agent, server: Callable[..., Run]) -> None:
+    run = server()
+    now = until(lambda: (now := agent.status(run.id))["verdict"]["verdict"] == "healthy" and now)
+    assert now["id"] == run.id
+    assert now["port"] == run.spec.port
+    assert now["layers"] == "outputs of layers 2 (boundaries 3)"
+    assert agent.server()["id"] == run.id
+    # An agent that comes later reads the log from its start.
+    later = until(lambda: (now := Agent(agent.payload).status(run.id))["verdict"]["verdict"] == "healthy" and now)
+    assert [phase["id"] for phase in later["phases"]] == ["args", "weights", "ready"]
+
+
+def test_only_a_server_has_a_state(agent: Agent, start: Start) -> None:
+    run = start("verify")
+    with pytest.raises(UsageError, match=f"{run.id} is no server"):
+        agent.status(run.id)
+
+
+def test_a_stop_of_a_server_stops_what_draws_from_it(agent: Agent, server: Callable[..., Run], start: Start) -> None:
+    run = server("mute")
+    until(lambda: agent.status(run.id)["verdict"]["verdict"] == "healthy")
+    drawing = agent.start("try", {"text": "hello"})
+    until(lambda: "asked for /server_info" in run.log.read_text(), "the job talks to the server")
+    bystander = start("verify", details={"server": "server-of-somebody-else"})
+    made = agent.stop(run.id, "enough")
+    assert made.left == []
+    ended = agent.run(drawing["id"])
+    assert ended["state"] == "exited"
+    assert ended["exit"].code == 130
+    assert ended["result"] == {"error": "it was asked to stop"}
+    stopped = json.loads((agent.runs.get(drawing["id"]).folder / "stop.json").read_text())
+    assert stopped["why"] == f"its server {run.id} is stopped"
+    assert not run.alive()
+    assert bystander.alive()
+
+
+def test_what_a_job_of_a_stopped_server_left_is_named(
+    agent: Agent, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start("server")
+    job = start("extract", details={"server": server.id})
+    stop = runs.stop
+
+    def stopped(run: Run, why: str, first: signal.Signals = signal.SIGTERM) -> runs.Stopped:
+        made = stop(run, why, first)
+        return runs.Stopped(id=run.id, seconds=1.0, how="asked", left=["process 7 (x)"]) if run.id == job.id else made
+
+    monkeypatch.setattr(agents.runs, "stop", stopped)
+    assert agent.stop(server.id).left == [f"process 7 (x) of {job.id}"]
+
+
+# --- Jobs ---
+
+
+def test_a_job_of_an_unknown_kind(agent: Agent) -> None:
+    with pytest.raises(UsageError) as failed:
+        agent.start("dance", {})
+    assert str(failed.value) == "no job is called 'dance'; there are try, plan, extract, verify"
+
+
+@pytest.mark.parametrize("kind", ["try", "extract"])
+def test_a_job_that_needs_a_server_when_none_runs(agent: Agent, kind: str) -> None:
+    with pytest.raises(RunDied) as failed:
+        agent.start(kind, {"output": "/data"}, 30001)
+    assert str(failed.value) == "no server of ours runs here on port 30001; `layertap launch` it"
+    assert failed.value.exit_code == 9
+    assert agent.all() == []
+
+
+@pytest.mark.parametrize("output", ["{home}/data", "data", "~/data/"])
+def test_a_second_extraction_into_the_same_folder(agent: Agent, start: Start, home: Path, output: str) -> None:
+    first = start("extract", details={"output": f"{home}/data"})
+    with pytest.raises(Locked) as failed:
+        agent.start("extract", {"output": output.format(home=home)})
+    assert str(failed.value) == f"an extraction into {home}/data runs already: {first.id}"
+    assert failed.value.exit_code == 7
+
+
+def test_a_job_that_fails_says_why(agent: Agent, home: Path) -> None:
+    run = agent.start("verify", {"output": "nothing"})
+    ended: dict[str, Any] = until(lambda: (now := agent.run(run["id"]))["exit"] and now)
+    assert ended["exit"].code == 2
+    assert ended["result"] == {"error": f"{home}/nothing is no dataset: it has no manifest.json"}
+    assert ended["details"] == {"output": f"{home}/nothing"}
+
+
+# --- An earlier demo ---
+
+
+@pytest.fixture
+def dataset(home: Path) -> Callable[[str], Path]:
+    def made(profile: str) -> Path:
+        (home / "data" / "native").mkdir(parents=True)
+        (home / "data" / "manifest.json").write_text(json.dumps({"profile": profile}))
+        return home / "data"
+
+    return made
+
+
+def test_an_earlier_demo_is_removed(agent: Agent, dataset: Callable[[str], Path]) -> None:
+    folder = dataset("embedded-kimi-k2_5")
+    agent.remove_demo(str(folder))
+    assert not folder.exists()
+    agent.remove_demo(str(folder))
+
+
+def test_a_demo_that_did_not_come_far_is_removed(agent: Agent, home: Path) -> None:
+    (home / "data").mkdir()
+    (home / "data" / ".lock").touch()
+    agent.remove_demo(f"{home}/data")
+    assert not (home / "data").exists()
+
+
+def test_a_dataset_that_is_no_demo_is_never_removed(agent: Agent, dataset: Callable[[str], Path]) -> None:
+    folder = dataset("kimi-k2_5-int4-8x-rtxpro6000")
+    with pytest.raises(UsageError) as failed:
+        agent.remove_demo(str(folder))
+    assert str(failed.value) == f"{folder} is not empty and holds no demo; give another folder"
+    assert (folder / "native").is_dir()
+
+
+@pytest.mark.parametrize("manifest", [None, "{", "[]", "{}"])
+def test_a_folder_of_something_else_is_never_removed(agent: Agent, home: Path, manifest: str | None) -> None:
+    (home / "thesis.txt").touch()
+    if manifest is not None:
+        (home / "manifest.json").write_text(manifest)
+    with pytest.raises(UsageError, match="is not empty and holds no demo"):
+        agent.remove_demo(str(home))
+    assert (home / "thesis.txt").exists()
+
+
+def test_a_demo_behind_a_symbolic_link_is_not_removed(agent: Agent, dataset: Callable[[str], Path], home: Path) -> None:
+    folder = dataset("embedded-llama")
+    os.symlink(folder, home / "link")
+    with pytest.raises(UsageError, match="symbolic link"):
+        agent.remove_demo(f"{home}/link")
+    assert folder.exists()
+
+
+def test_a_demo_that_is_being_drawn_is_not_removed(agent: Agent, dataset: Callable[[str], Path], start: Start) -> None:
+    folder = dataset("embedded-llama")
+    start("extract", details={"output": str(folder)})
+    with pytest.raises(Locked):
+        agent.remove_demo(str(folder))
+    assert folder.exists()

@@ -1,0 +1,162 @@
+"""Launching a server: what is refused before anything starts, and what the server's process gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from helpers import FAKE_SGLANG, free_port, until
+
+from backends import runs
+from backends.errors import Locked, NotReady, UsageError
+from backends.launch import Launching, launch
+from backends.runs import Run, Runs, stop
+from capture.tap import TapSettings
+
+Launch = Callable[..., Launching]
+Server = Callable[..., Run]
+
+
+@pytest.fixture
+def refused(all_runs: Runs, payload_folder: Path, launching: Launch) -> Callable[..., str]:
+    """Launches what must be refused; returns the sentence, and shows that nothing was started."""
+
+    def launched(error: type[Exception], version: str | None = "0.5.23", **known: object) -> str:
+        before = [run.id for run in all_runs.all()]
+        with pytest.raises(error) as failed:
+            launch(all_runs, payload_folder, launching(**known), version)
+        assert [run.id for run in all_runs.all()] == before
+        return str(failed.value)
+
+    return launched
+
+
+# --- Refused ---
+
+
+def test_a_python_without_sglang(refused: Callable[..., str]) -> None:
+    assert refused(NotReady, None) == f"{sys.executable} has no sglang; choose SGLang's own Python with --python"
+
+
+def test_a_port_that_a_stranger_holds(refused: Callable[..., str], home: Path) -> None:
+    with socket.socket() as stranger:
+        stranger.bind(("0.0.0.0", 0))
+        stranger.listen()
+        port = stranger.getsockname()[1]
+        assert refused(Locked, port=port) == (
+            f"port {port} is taken by a process that is not ours; stop it or choose another --port"
+        )
+    assert not (home / "dumps").exists()
+
+
+def test_a_port_that_a_server_of_ours_holds(refused: Callable[..., str], server: Server) -> None:
+    first = server("silent")
+    port = first.spec.port
+    assert refused(Locked, port=port) == f"a server of ours runs on port {port} already: {first.id}"
+
+
+def test_a_model_that_is_not_there(refused: Callable[..., str], home: Path) -> None:
+    assert refused(UsageError, model="~/none") == (
+        f"model {home}/none: no config.json there; give the folder of a downloaded model on the host"
+    )
+
+
+def test_a_dump_root_that_is_a_symbolic_link(refused: Callable[..., str], home: Path) -> None:
+    (home / "real").mkdir(mode=0o700)
+    (home / "dumps").symlink_to(home / "real")
+    assert refused(UsageError) == (
+        f"{home}/dumps is not a folder (or is a symbolic link); remove it or choose another dump root"
+    )
+
+
+def test_a_dump_root_that_others_may_read(refused: Callable[..., str], home: Path) -> None:
+    (home / "dumps").mkdir()
+    (home / "dumps").chmod(0o755)
+    assert refused(UsageError) == (f"{home}/dumps is open to other users; chmod 700 it or choose another dump root")
+
+
+def test_a_dump_root_nowhere(refused: Callable[..., str], home: Path) -> None:
+    assert refused(UsageError, dump_root=f"{home}/no/dumps") == f"{home}/no/dumps: No such file or directory"
+
+
+# --- Started ---
+
+
+def test_what_the_servers_process_gets(server: Server, home: Path, model: Path, payload_folder: Path) -> None:
+    run = server("silent", embedded=True)
+    port = run.spec.port
+    process = psutil.Process(run.running.child.pid)
+    argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
+    assert process.cmdline() == argv
+    env = process.environ()
+    assert env["PYTHONPATH"] == f"{payload_folder}/engine:{payload_folder}/embedded:{FAKE_SGLANG}"
+    assert env["PYTHONUNBUFFERED"] == "1"
+    assert env["FAKE"] == "silent"
+    settings = msgspec.json.decode(env["LAYERTAP_TAP"], type=TapSettings)
+    assert settings.dump_dir == f"{home}/dumps/{run.id}"
+    assert settings.layers.outputs == [2]
+    assert settings.slots == 4
+    assert len(settings.secret) == 16
+    assert Path(settings.dump_dir).stat().st_mode & 0o777 == 0o700
+
+
+def test_what_is_written_down(server: Server, home: Path, model: Path, payload_folder: Path) -> None:
+    run = server("silent", shown_argv=["-m", "sglang.launch_server", "--api-key", "***"])
+    spec = run.spec
+    assert spec.argv == [sys.executable, "-m", "sglang.launch_server", "--api-key", "***"]
+    assert (spec.kind, spec.sglang, spec.code) == ("server", "0.5.23", payload_folder.name)
+    assert spec.dump_dir == f"{home}/dumps/{run.id}"
+    assert spec.details == {
+        "profile": "fake",
+        "model": str(model),
+        "layers": {"outputs": [2]},
+        "layers_words": "outputs of layers 2",
+    }
+    secret = json.loads(run.private.env["LAYERTAP_TAP"])["secret"]
+    assert secret not in (run.folder / "spec.json").read_text()
+
+
+def test_a_python_path_of_the_profile_is_kept_behind_ours(server: Server, payload_folder: Path) -> None:
+    run = server(env={"FAKE": "silent", "PYTHONPATH": f"{FAKE_SGLANG}:/of/the/profile"})
+    assert run.private.env["PYTHONPATH"] == f"{payload_folder}/engine:{FAKE_SGLANG}:/of/the/profile"
+
+
+def test_secrets_differ_from_launch_to_launch(server: Server) -> None:
+    secrets = [json.loads(server("silent").private.env["LAYERTAP_TAP"])["secret"] for _ in range(2)]
+    assert secrets[0] != secrets[1]
+
+
+def test_the_port_is_free_again_after_a_stop(server: Server, home: Path) -> None:
+    run = server()
+    port = run.spec.port
+    until(lambda: not runs.port_free(port), "the fake server listens")
+    stopped = stop(run, "")
+    assert (stopped.how, stopped.left) == ("asked", [])
+    assert list((home / "dumps").iterdir()) == []
+    assert server("silent", port=port).state() == "running"
+
+
+# --- Dumps of the dead ---
+
+
+def test_dumps_of_dead_runs_are_removed_and_nothing_else(server: Server, home: Path, all_runs: Runs) -> None:
+    dead, alive, elsewhere = server("silent"), server("silent"), server("silent")
+    for process in dead.processes():
+        os.kill(process.pid, signal.SIGKILL)
+    until(lambda: not dead.alive())
+    forged = msgspec.structs.replace(elsewhere.running, machine="another")
+    runs.write_json(elsewhere.folder / "run.json", forged)
+    foreign = home / "dumps" / "server-19990101-000000-beef"
+    foreign.mkdir()
+    assert {folder.name for folder in (home / "dumps").iterdir()} == {dead.id, alive.id, elsewhere.id, foreign.name}
+    new = server("silent", port=free_port())
+    left = {folder.name for folder in (home / "dumps").iterdir()}
+    assert left == {alive.id, elsewhere.id, foreign.name, new.id}

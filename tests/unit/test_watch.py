@@ -1,0 +1,343 @@
+"""Watching a server: what its log, processes, port, /health and tap come to. The server is a fake, the rest is real."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from helpers import free_port, until
+
+from backends import runs, watch
+from backends.runs import Run, stop
+from backends.watch import Health, ServerWatch
+from capture import dump
+
+Server = Callable[..., Run]
+
+
+def look_until(seen: ServerWatch, verdict: str, cause: str | None = None) -> dict[str, Any]:
+    """Look until the verdict is this one; returns what was seen."""
+
+    def judged() -> dict[str, Any] | None:
+        now = seen.look()
+        return now if (now["verdict"]["verdict"], now["verdict"]["cause"]) == (verdict, cause) else None
+
+    return until(judged, f"{verdict}: {cause}; {seen.look()['verdict']}")
+
+
+def stamp(seconds_ago: float = 0.0) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - seconds_ago))
+
+
+@pytest.fixture
+def quiet(start: Callable[..., Run], home: Path) -> Run:
+    """A server run that prints nothing: its log is the test's to write."""
+    (home / "dumps").mkdir()
+    run = start("server", port=free_port(), dump_root=home / "dumps")
+    (home / "dumps" / run.id).mkdir()
+    return run
+
+
+def write(run: Run, text: str) -> None:
+    with run.log.open("a") as file:
+        file.write(text)
+
+
+# --- The verdict ---
+
+
+def test_a_healthy_server(server: Server) -> None:
+    run = server()
+    now = look_until(ServerWatch(run), "healthy")
+    assert [phase["id"] for phase in now["phases"]] == ["args", "weights", "ready"]
+    assert now["phase"] == "ready"
+    assert now["health"] == 200
+    assert now["layers"] == "outputs of layers 2 (boundaries 3)"
+    evidence = now["verdict"]["evidence"]
+    assert evidence[0] == "process alive"
+    assert f"port {run.spec.port} open, listener is this run" in evidence
+    assert any(re.fullmatch(r"/health 200 after \d+\.\d s", line) for line in evidence)
+    assert evidence[-1] == "tap in"
+    assert now["dumps"]["total_bytes"] > now["dumps"]["free_bytes"] > 0
+    assert {key: value for key, value in now["dumps"].items() if not key.endswith("_bytes")} == {
+        "seen": {"ours": 0, "warm_up": 1, "health": 0, "stranger": 0},
+        "failed": 0,
+        "slots": 4,
+        "slots_free": 4,
+        "bytes_per_token": 48,
+        "writer_pid": None,
+        "writers_lost": 0,
+    }
+
+
+def test_a_server_that_is_sick(server: Server) -> None:
+    look_until(ServerWatch(server("sick")), "unknown", "the log says ready, but /health answers 503")
+
+
+def test_a_server_without_the_tap(server: Server) -> None:
+    now = look_until(ServerWatch(server("no-tap")), "unknown", "the server is up without the tap")
+    assert now["tap"] is None
+    assert now["dumps"] is None
+
+
+def test_a_server_that_says_ready_and_does_not_listen(server: Server) -> None:
+    run = server("no-port")
+    look_until(ServerWatch(run), "unknown", f"the log says ready, but port {run.spec.port} is closed")
+
+
+@pytest.fixture
+def stranger() -> Iterator[Callable[[int], None]]:
+    """Listens on a port, and would answer 200."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def listen(port: int) -> None:
+        servers.append(ThreadingHTTPServer(("127.0.0.1", port), Answer))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+
+    yield listen
+    for one in servers:
+        one.shutdown()
+        one.server_close()
+
+
+class Answer(BaseHTTPRequestHandler):
+    asked: list[str] = []  # noqa: RUF012
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_false_ready(server: Server, stranger: Callable[[int], None]) -> None:
+    """The log says ready and /health would answer 200, but it is another process that answers."""
+    run = server("no-port")
+    stranger(run.spec.port)
+    port = run.spec.port
+    now = look_until(ServerWatch(run), "crashed", f"port {port} belongs to another process; this server never got it")
+    assert now["health"] is None
+    assert f"port {port} open, listener is another process" in now["verdict"]["evidence"]
+
+
+def test_a_start_that_will_not_get_its_port(server: Server, stranger: Callable[[int], None]) -> None:
+    run = server("silent")
+    stranger(run.spec.port)
+    now = look_until(
+        ServerWatch(run), "starting", f"port {run.spec.port} belongs to another process, so this start will fail"
+    )
+    assert now["verdict"]["remedy"] == "stop what holds the port, or launch on another one"
+
+
+def test_a_crash(server: Server) -> None:
+    run = server("crash")
+    until(lambda: not run.alive())
+    now = look_until(ServerWatch(run), "crashed", "GPU memory ran out while the weights were loading")
+    assert "process gone" in now["verdict"]["evidence"]
+    assert "exit code 1" in now["verdict"]["evidence"]
+    assert now["phase"] == "weights"
+
+
+def test_a_server_that_was_killed(server: Server) -> None:
+    run = server("silent")
+    os.kill(run.running.child.pid, signal.SIGKILL)
+    now = look_until(
+        ServerWatch(run), "crashed", "a process was killed by SIGKILL, most often by the kernel's OOM killer"
+    )
+    assert "ended by SIGKILL" in now["verdict"]["evidence"]
+
+
+def test_a_server_that_somebody_else_stopped(server: Server) -> None:
+    run = server("silent")
+    os.kill(run.running.child.pid, signal.SIGTERM)
+    look_until(ServerWatch(run), "stopped", "ended by SIGTERM, which was not sent from here")
+
+
+def test_a_server_that_died_with_its_supervisor(server: Server) -> None:
+    run = server("silent")
+    for process in (run.running.supervisor, run.running.child):
+        os.kill(process.pid, signal.SIGKILL)
+    look_until(ServerWatch(run), "crashed", "the process is gone, and its exit code is not known")
+
+
+def test_a_server_that_was_stopped(server: Server) -> None:
+    run = server("silent")
+    stop(run, "")
+    look_until(ServerWatch(run), "stopped", "stop was asked for")
+
+
+def test_a_server_of_another_machine(server: Server) -> None:
+    run = server("silent")
+    runs.write_json(run.folder / "run.json", msgspec.structs.replace(run.running, machine="another"))
+    look_until(ServerWatch(run), "unknown", "whether the process is alive is not known")
+
+
+def test_a_tap_that_failed(server: Server) -> None:
+    run = server()
+    seen = ServerWatch(run)
+    now = look_until(seen, "healthy")
+    broken = msgspec.convert(now["tap"], dump.TapState)
+    broken.error = "the arena does not fit"
+    dump.write_json(Path(run.spec.dump_dir) / "tap.json", broken)
+    look_until(seen, "unknown", "the tap failed: the arena does not fit")
+
+
+def test_a_tap_of_another_version(server: Server) -> None:
+    run = server("silent")
+    path = Path(run.spec.dump_dir) / "tap.json"
+    path.write_text("{}")
+    now = ServerWatch(run).look()
+    assert now["tap"] is None
+    assert now["verdict"]["evidence"][-1].startswith(f"tap: {path}: Object missing required field")
+    assert now["verdict"]["evidence"][-1].endswith("was the server started by another version of Layertap?")
+
+
+# --- The log ---
+
+
+def test_a_log_that_grows_is_read_once(quiet: Run) -> None:
+    seen = ServerWatch(quiet)
+    assert seen.look()["phase"] is None
+    write(quiet, f"[{stamp()}] server_args=ServerArgs(model_path='x')\n[{stamp()}] Load weight beg")
+    now = seen.look()
+    assert (now["phase"], now["log_lines"]) == ("args", 1)
+    write(quiet, "in. avail mem=1.00 GB\n")
+    now = seen.look()
+    assert (now["phase"], now["log_lines"], now["log_bytes"]) == ("weights", 2, quiet.log.stat().st_size)
+    now = seen.look()
+    assert (now["phase"], now["log_lines"], now["log_bytes"]) == ("weights", 2, quiet.log.stat().st_size)
+
+
+def test_a_loading_bar_moves(quiet: Run) -> None:
+    """It ends in a carriage return, and no newline comes before it is full."""
+    seen = ServerWatch(quiet)
+    bar = "Loading safetensors checkpoint shards: {:3d}% Completed | {}/14 [00:10<00:13,  1.6s/it]"
+    write(quiet, f"[{stamp()}] Load weight begin. avail mem=1.00 GB\n" + bar.format(7, 1) + "\r")
+    assert seen.look()["phases"][-1]["detail"] == "shard 1 of 14"
+    write(quiet, bar.format(43, 6))
+    assert seen.look()["phases"][-1]["detail"] == "shard 1 of 14"
+    write(quiet, "\r")
+    now = seen.look()
+    assert now["phases"][-1]["detail"] == "shard 6 of 14"
+    assert now["log_lines"] == 1
+
+
+def test_a_log_is_read_in_steps_of_any_size(quiet: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "LOG_STEP", 7)
+    write(quiet, f"größer, größer\r[{stamp()}] Load weight begin. avail mem=1.00 GB\n· · ·\n")
+    now = ServerWatch(quiet).look()
+    assert (now["phase"], now["log_lines"], now["log_bytes"]) == ("weights", 2, quiet.log.stat().st_size)
+
+
+def test_how_long_a_phase_takes(quiet: Run) -> None:
+    write(
+        quiet,
+        f"[{stamp(300)}] server_args=ServerArgs(model_path='x')\n[{stamp(100)}] Load weight begin. avail mem=1 GB\n",
+    )
+    now = ServerWatch(quiet).look()
+    assert 99 <= now["phase_seconds"] < 160
+    args, weights = now["phases"]
+    assert args["ended"] - args["started"] == pytest.approx(200, abs=1)
+    assert weights["ended"] is None
+
+
+def test_how_long_a_log_is_silent(quiet: Run) -> None:
+    write(quiet, "a line\n")
+    then = time.time() - 100
+    os.utime(quiet.log, (then, then))
+    said = ServerWatch(quiet).look()["verdict"]["evidence"]
+    (silent,) = (line for line in said if line.startswith("log silent"))
+    assert re.fullmatch(r"log silent for 1[0-4]\d s at line 1", silent)
+
+
+# --- Processes and port ---
+
+
+def test_ranks_are_told_by_their_titles(start: Callable[..., Run], home: Path) -> None:
+    titled = "import os; os.execv('/bin/sleep', ['sglang::scheduler_TP0', '600'])"
+    run = start("server", [sys.executable, "-c", titled], port=free_port())
+    seen = ServerWatch(run)
+    ranks = until(lambda: [line for line in seen.look()["verdict"]["evidence"] if line.startswith("rank")])
+    assert ranks == ["rank scheduler_TP0 sleeping"]
+    assert seen.look()["verdict"]["evidence"][-1] == "rank scheduler_TP0 0 % CPU, sleeping"
+
+
+def test_who_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        assert watch._listener(port, {os.getpid()}) is None
+        server.listen()
+        assert watch._listener(port, {os.getpid()}) is True
+        assert watch._listener(port, {1 << 22, os.getppid()}) is False
+    with socket.socket(socket.AF_INET6) as server:
+        server.bind(("::1", 0))
+        server.listen()
+        assert watch._listener(server.getsockname()[1], {os.getpid()}) is True
+
+
+def test_a_file_that_closes_meanwhile_does_not_hide_the_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy server opens and closes connections all the time."""
+    read, calls = os.readlink, []
+
+    def readlink(path: str) -> str:
+        calls.append(path)
+        if len(calls) == 1:
+            raise FileNotFoundError(path)
+        return read(path)
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        monkeypatch.setattr(watch.os, "readlink", readlink)
+        assert watch._listener(server.getsockname()[1], {os.getpid()}) is True
+    assert len(calls) > 1
+
+
+# --- Health ---
+
+
+def test_health_is_asked_seldom_once_it_is_good(
+    stranger: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every 200 costs the server a generated token."""
+    port = free_port()
+    stranger(port)
+    monkeypatch.setattr(Answer, "asked", [])
+    monkeypatch.setattr(watch, "FIRST_ANSWER", 60.0)
+    monkeypatch.setattr(watch, "HEALTH_PAUSE", 600.0)
+    health = Health(port)
+    assert [health.ask() for _ in range(50)] == [200] * 50  # the first call waits for its answer
+    assert Answer.asked == ["/health"]
+    monkeypatch.setattr(watch, "HEALTH_PAUSE", 0.0)
+    until(lambda: health.ask() == 200 and len(Answer.asked) > 2)
+
+
+def test_a_server_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "FIRST_ANSWER", 0.2)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        health = Health(server.getsockname()[1])
+        assert [health.ask() for _ in range(50)] == [None] * 50
+        server.settimeout(60)
+        first, _ = server.accept()
+        server.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            server.accept()
+        first.close()
+        until(lambda: health.seconds is not None, "the answer is lost")
+        assert health.ask() is None

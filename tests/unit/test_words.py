@@ -1,0 +1,365 @@
+"""What both doors say in words, letter by letter."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from console import words
+
+# --- Numbers ---
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (None, "?"),
+        (0, "0 B"),
+        (999, "999 B"),
+        (999.6, "1 kB"),
+        (57_344, "57.3 kB"),
+        (999_400, "999 kB"),
+        (999_600, "1 MB"),
+        (1_420_000_000, "1.42 GB"),
+        (12_340_000_000_000, "12.3 TB"),
+        (99_960_000_000_000, "100 TB"),
+        (1_234_000_000_000_000, "1,234 TB"),
+    ],
+)
+def test_bytes(count: float | None, said: str) -> None:
+    assert words.size(count) == said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (None, "?"),
+        (0, "0 s"),
+        (0.2, "1 s"),
+        (119, "119 s"),
+        (119.5, "2 m 0 s"),
+        (7199, "119 m 59 s"),
+        (8040, "2 h 14 m"),
+        (360_000, "100 h 0 m"),
+    ],
+)
+def test_seconds(seconds: float | None, said: str) -> None:
+    assert words.duration(seconds) == said
+
+
+@pytest.mark.parametrize(
+    ("buckets", "said"),
+    [
+        ([], ""),
+        ([[16, 3]], "<= 16 █ 16"),
+        ([[16, 1], [32, 0], [64, 8], [2048, 100]], "<= 16 ▂ ▂█ 2,048"),
+    ],
+)
+def test_a_histogram(buckets: list[list[int]], said: str) -> None:
+    assert words.histogram(buckets) == said
+
+
+# --- Status ---
+
+
+def phase(name: str, started: float | None, ended: float | None, detail: str = "") -> dict[str, Any]:
+    return {"id": name, "started": started, "ended": ended, "detail": detail}
+
+
+def server(**known: Any) -> dict[str, Any]:
+    return {
+        "id": "server-20260101-120000-abcd",
+        "port": 30000,
+        "sglang": "0.5.23",
+        "details": {"profile": "mine", "layers_words": "outputs of layers 2, 30, 58"},
+        "layers": None,
+        "phase": None,
+        "phase_seconds": None,
+        "phases": [],
+        "verdict": {"verdict": "starting", "cause": None, "remedy": None, "evidence": []},
+    } | known
+
+
+def test_a_server_that_has_logged_nothing() -> None:
+    assert list(words.server(server())) == [
+        "~ server server-20260101-120000-abcd: starting",
+        "  profile mine · SGLang 0.5.23 · port 30000",
+        "  nothing logged yet",
+        "  tensors: outputs of layers 2, 30, 58, not resolved yet",
+    ]
+
+
+def test_a_server_that_starts() -> None:
+    now = server(
+        phase="weights",
+        phase_seconds=311.2,
+        phases=[
+            phase("args", 0.0, 1.5),
+            phase("dist", 1.5, 40.0, "2.27"),
+            phase("weights", 40.0, None, "shard 3 of 64"),
+        ],
+    )
+    now["verdict"]["evidence"] = ["process alive", "in phase weights for 311 s"]
+    assert list(words.server(now)) == [
+        "~ server server-20260101-120000-abcd: starting, in weights for 5 m 12 s",
+        "  profile mine · SGLang 0.5.23 · port 30000",
+        "  args 2 s > dist 39 s > weights … (shard 3 of 64)",
+        "  tensors: outputs of layers 2, 30, 58, not resolved yet",
+        "  - process alive",
+        "  - in phase weights for 311 s",
+    ]
+
+
+def test_a_server_that_is_healthy() -> None:
+    now = server(
+        layers="outputs of layers 2, 30, 58 (boundaries 3, 31, 59)",
+        phase="ready",
+        phase_seconds=5.0,
+        phases=[phase("warm_up", 0.0, 3.0), phase("ready", 3.0, None)],
+    )
+    now["verdict"]["verdict"] = "healthy"
+    assert list(words.server(now)) == [
+        "+ server server-20260101-120000-abcd: healthy",
+        "  profile mine · SGLang 0.5.23 · port 30000",
+        "  warm-up 3 s > ready",
+        "  tensors: outputs of layers 2, 30, 58 (boundaries 3, 31, 59)",
+    ]
+
+
+def test_a_server_that_crashed() -> None:
+    now = server(phase="weights", phases=[phase("weights", None, None)])
+    now["verdict"] = {
+        "verdict": "crashed",
+        "cause": "GPU memory ran out",
+        "remedy": "lower mem-fraction-static",
+        "evidence": ["process gone"],
+    }
+    assert list(words.server(now)) == [
+        "! server server-20260101-120000-abcd: crashed",
+        "  profile mine · SGLang 0.5.23 · port 30000",
+        "  weights …",
+        "  tensors: outputs of layers 2, 30, 58, not resolved yet",
+        "  cause: GPU memory ran out",
+        "  remedy: lower mem-fraction-static",
+        "  - process gone",
+    ]
+
+
+@pytest.mark.parametrize(("verdict", "sign"), [("stopped", "-"), ("unknown", "?")])
+def test_every_verdict_has_a_sign_of_its_own(verdict: str, sign: str) -> None:
+    now = server()
+    now["verdict"]["verdict"] = verdict
+    assert next(iter(words.server(now))) == f"{sign} server server-20260101-120000-abcd: {verdict}"
+
+
+DUMPS = {
+    "seen": {"ours": 1200, "warm_up": 1, "health": 17, "stranger": 2},
+    "failed": 3,
+    "free_bytes": 48_600_000_000,
+    "total_bytes": 64_000_000_000,
+    "slots": 4,
+    "slots_free": 3,
+    "bytes_per_token": 71_680,
+    "writer_pid": 7,
+    "writers_lost": 0,
+}
+
+
+def test_dumps() -> None:
+    assert words.dumps(DUMPS) == (
+        "  dumps: ours 1200 · warm-up 1 · health 17 · strangers 2 · failed 3 · 71.7 kB a token · arena 3 of 4 slots free · "
+        "48.6 GB free"
+    )
+
+
+def progress(**known: Any) -> dict[str, Any]:
+    return {
+        "phase": "extracting",
+        "samples": 10_000,
+        "written": 2_500,
+        "failed": 0,
+        "tokens_per_second": 4_321.9,
+        "bytes_written": 123_000_000_000,
+        "eta_seconds": 8040.0,
+        "failures": [],
+    } | known
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [
+        ({}, "2,500 / 10,000 samples · 4,322 tok/s · 123 GB · 2 h 14 m left"),
+        ({"failed": 2, "eta_seconds": None}, "2,500 / 10,000 samples · 4,322 tok/s · 123 GB · 2 failed"),
+        ({"tokens_per_second": None, "eta_seconds": None}, "2,500 / 10,000 samples · 123 GB"),
+        ({"phase": "preparing"}, "preparing …"),
+        ({"phase": "tokenising"}, "tokenising …"),
+    ],
+)
+def test_progress(known: dict[str, Any], said: str) -> None:
+    assert words.progress(progress(**known)) == said
+
+
+def test_the_progress_of_a_verification() -> None:
+    assert words.verifying({"done": 1_200, "total": 50_000}) == "1,200 / 50,000 samples"
+
+
+def extraction(**known: Any) -> dict[str, Any]:
+    return {
+        "id": "extract-1",
+        "state": "running",
+        "details": {"output": "/data"},
+        "progress": None,
+        "result": None,
+    } | known
+
+
+def test_an_extraction() -> None:
+    failures = [{"sample": number, "format": None, "reason": "too long"} for number in (9, 8, 7, 6)]
+    assert list(words.extraction(extraction())) == ["extraction extract-1: running -> /data"]
+    now = extraction(state="exited", progress=progress(failed=4, failures=failures), result={"error": "/data is full"})
+    assert list(words.extraction(now)) == [
+        "extraction extract-1: exited -> /data",
+        "  2,500 / 10,000 samples · 4,322 tok/s · 123 GB · 4 failed · 2 h 14 m left",
+        "  failed: sample 9: too long",
+        "  failed: sample 8: too long",
+        "  failed: sample 7: too long",
+        "  /data is full",
+    ]
+
+
+def test_a_snapshot() -> None:
+    at = time.mktime((2026, 1, 1, 12, 34, 56, 0, 0, -1))
+    now = {"at": at, "host": {"user": "ada", "host": "gpu-7"}, "server": None, "dumps": None, "extraction": None}
+    assert list(words.snapshot(now)) == ["ada@gpu-7 · 12:34:56", "no server of ours ever ran here"]
+    now |= {"server": server(), "dumps": DUMPS, "extraction": extraction()}
+    assert list(words.snapshot(now)) == [
+        "ada@gpu-7 · 12:34:56",
+        *words.server(server()),
+        words.dumps(DUMPS),
+        "extraction extract-1: running -> /data",
+    ]
+
+
+# --- Plan, try and launch ---
+
+
+def plan(**known: Any) -> dict[str, Any]:
+    return {
+        "rows": 12_000,
+        "samples": 11_900,
+        "skipped": 60,
+        "truncated": 5,
+        "bad": 40,
+        "tokens": 9_520_000,
+        "masked_share": 0.426,
+        "zero_mask": 2,
+        "duplicates": 7,
+        "histogram": [[64, 10], [128, 80]],
+        "median": 90,
+        "p99": 127,
+        "longest": 128,
+        "bytes_per_token": {"native": 71_680.0, "specforge": 57_344.0},
+        "total_bytes": {"native": 682_393_600_000, "specforge": 545_914_880_000},
+        "free_bytes": 2_000_000_000_000,
+        "fits": True,
+        "output": "/data",
+        "zero_mask_lines": [3, 17],
+        "bad_rows": [{"file": "rows.jsonl", "line": 5, "reason": "not JSON: Expecting value: column 1"}],
+        "preview": {"line": 1, "text": "Hi[ there]"},
+    } | known
+
+
+def test_a_plan() -> None:
+    assert list(words.plan(plan())) == [
+        "12,000 rows · 11,900 good · 60 overlong, skipped · 5 truncated · 40 bad",
+        "9,520,000 tokens · 43% in the loss · 2 rows have none · 7 duplicates",
+        "lengths  <= 64 ▂█ 128  median 90 · p99 127 · longest 128",
+        "native: 71.7 kB a token -> 682 GB",
+        "specforge: 57.3 kB a token -> 546 GB",
+        "/data has 2 TB free: fits",
+        "nothing in the loss: lines 3, 17",
+        "rows.jsonl:5: not JSON: Expecting value: column 1",
+        "line 1, [ ] = in the loss:",
+        "  Hi[ there]",
+    ]
+
+
+def test_a_plan_that_does_not_fit() -> None:
+    assert "/data has 3.2 MB free: DOES NOT FIT" in list(words.plan(plan(free_bytes=3_200_000, fits=False)))
+
+
+def test_a_plan_without_good_rows() -> None:
+    nothing = plan(
+        samples=0, tokens=0, masked_share=None, histogram=[], total_bytes={}, free_bytes=None, fits=None, preview=None
+    )
+    nothing |= {"zero_mask_lines": [], "bad_rows": [], "median": None, "p99": None, "longest": None}
+    assert list(words.plan(nothing)) == ["12,000 rows · 0 good · 60 overlong, skipped · 5 truncated · 40 bad"]
+
+
+def state(rows: int, norm: float) -> dict[str, Any]:
+    return {"shape": [rows, 64], "dtype": "bfloat16", "mean": 0.01234, "std": 1.5, "norms": [norm] * rows}
+
+
+def tried(tokens: int, rows: int) -> dict[str, Any]:
+    return {
+        "tokens": [{"id": 100 + number, "text": f" w{number}"} for number in range(tokens)],
+        "rows": rows,
+        "seconds": 0.12,
+        "layers": {"outputs": [2, 30], "boundaries": [3, 31]},
+        "states": {
+            name: state(rows, norm)
+            for name, norm in (("aux_0", 1.25), ("aux_1", 12345.6), ("final", 8.0), ("last", 80.0))
+        },
+        "findings": [],
+    }
+
+
+def test_a_try() -> None:
+    assert list(words.tried(tried(2, 2))) == [
+        "2 tokens sent · 2 rows in every tensor · 0.12 s",
+        "      id  text                 |aux_0|     |aux_1|     |final|      |last|",
+        "     100  ' w0'                   1.25   1.235e+04           8          80",
+        "     101  ' w1'                   1.25   1.235e+04           8          80",
+        "aux_0  [2, 64] bfloat16 mean 0.01234 std 1.5 · output of layer 2",
+        "aux_1  [2, 64] bfloat16 mean 0.01234 std 1.5 · output of layer 30",
+        "final  [2, 64] bfloat16 mean 0.01234 std 1.5 · last layer, after the final norm",
+        "last   [2, 64] bfloat16 mean 0.01234 std 1.5 · last layer, before the final norm",
+    ]
+
+
+def test_a_try_shows_forty_tokens_and_every_finding() -> None:
+    made = tried(42, 42)
+    made["findings"] = [
+        {"fatal": False, "what": "SGLang 0.6.0 was not tested", "remedy": "look at the states twice"},
+        {"fatal": True, "what": "the cache is on", "remedy": "launch without it"},
+    ]
+    lines = list(words.tried(made))
+    assert lines[41] == "     139  ' w39'                  1.25   1.235e+04           8          80"
+    assert lines[42] == "          … and 2 more"
+    assert lines[-2:] == [
+        "! SGLang 0.6.0 was not tested; look at the states twice",
+        "!! the cache is on; launch without it",
+    ]
+
+
+def test_a_launch() -> None:
+    merged = {
+        "profile": "mine",
+        "sglang": "0.5.23",
+        "layers": "outputs of layers 2, 30, 58",
+        "env": [["NCCL_DEBUG", "WARN", "NCCL's own errors reach the log [base]"]],
+        "args": [
+            ["port", "30000", "[layertap]"],
+            ["disable-radix-cache", True, "missing rows [base]"],
+            ["api-key", "***", "[command line]"],
+        ],
+    }
+    assert list(words.launch(merged)) == [
+        "# profile mine for SGLang 0.5.23; layers: outputs of layers 2, 30, 58",
+        "NCCL_DEBUG=WARN        # NCCL's own errors reach the log [base]",
+        "--port 30000           # [layertap]",
+        "--disable-radix-cache  # missing rows [base]",
+        "--api-key ***          # [command line]",
+    ]
