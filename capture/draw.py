@@ -56,6 +56,7 @@ class Drawer:
         self.dump_dir = Path(server.dump_dir)
         self.waiting: dict[str, asyncio.Future[dump.Line]] = {}
         self.scheduler = Process.of(tap.pid)
+        self.broken: DrawError | None = None
 
     async def __aenter__(self) -> Drawer:
         import aiohttp
@@ -81,6 +82,8 @@ class Drawer:
 
         Raises DrawError where this prompt gave no dump, ServerGone where the server is dead.
         """
+        if self.broken is not None:
+            raise self.broken
         rid = str(Rid(self.server.secret, self.name, row, attempt, len(ids)))
         line: asyncio.Future[dump.Line] = asyncio.get_running_loop().create_future()
         self.waiting[rid] = line
@@ -120,14 +123,23 @@ class Drawer:
 
     async def _follow(self) -> None:
         journal = Journal(self.dump_dir)
-        while True:
-            for line in journal.read():
-                waiting = self.waiting.get(line.rid)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(line)
-                else:  # left by an earlier drawer, which nobody waits for any more
-                    dump.remove(dump.request_folder(self.dump_dir, line.n))
-            await asyncio.sleep(FOLLOW_SECONDS)
+        try:
+            while True:
+                for line in journal.read():
+                    self._deliver(line)
+                await asyncio.sleep(FOLLOW_SECONDS)
+        except (OSError, dump.DumpError) as error:
+            self.broken = DrawError(f"dumps.jsonl cannot be followed any more: {error}", hopeless=True)
+            for waiting in self.waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(self.broken)
+
+    def _deliver(self, line: dump.Line) -> None:
+        waiting = self.waiting.get(line.rid)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(line)
+        else:  # left by an earlier drawer, which nobody waits for any more
+            dump.remove(dump.request_folder(self.dump_dir, line.n))
 
 
 def stats(tensor: Any) -> dict[str, Any]:

@@ -100,6 +100,10 @@ def extract(job: ExtractJob, report: Callable[[Any], None], say: Callable[[str],
         extraction = Extraction(job, output, report, say)
         extraction.prepare()
         return asyncio.run(extraction.drive())
+    except (OSError, sqlite3.OperationalError) as error:
+        if _is_full(error):
+            raise _cannot_write(output, error) from error
+        raise
     finally:
         os.close(output_lock)
         os.close(server_lock)
@@ -171,6 +175,7 @@ class Extraction:
         settings = manifest.Settings(
             model=tap.model,
             model_config=manifest.hash_file(Path(tap.model) / "config.json"),
+            weights=manifest.hash_weights(Path(tap.model)),
             tokenizer=manifest.hash_tokenizer(tokenizer),
             chat_template=manifest.hash_text(tokenizer.chat_template or ""),
             layers=tap.layers,
@@ -282,7 +287,7 @@ class Extraction:
             self.manifest.updated = time.time()
             manifest.write_manifest(self.output, self.manifest)
         except (OSError, sqlite3.OperationalError) as error:
-            self._stop(_output_full(self.output, error))
+            self._stop(_cannot_write(self.output, error))
         progress.phase = "stopped" if self.stopping else "finished"
         progress.tokens_per_second = progress.eta_seconds = None
         self.report(progress)
@@ -366,7 +371,7 @@ class Extraction:
                 for name in self.manifest.settings.formats
             ]
         except OSError as error:
-            raise _output_full(self.output, error) from error
+            raise _cannot_write(self.output, error) from error
 
     def _stop(self, why: BaseException) -> None:
         """Admit nothing more and end; the first reason counts."""
@@ -380,7 +385,7 @@ class Extraction:
             try:
                 self._commit()
             except (OSError, sqlite3.OperationalError) as error:
-                self._stop(_output_full(self.output, error))
+                self._stop(_cannot_write(self.output, error))
 
     def _commit(self) -> None:
         changes, self.changes = self.changes, []
@@ -446,10 +451,15 @@ class Budget:
         self.freed.set()
 
 
-def _output_full(output: Path, error: BaseException) -> Stop:
-    full = isinstance(error, sqlite3.OperationalError) or getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT)
-    what = "is full" if full else f"cannot be written: {getattr(error, 'strerror', error)}"
+def _cannot_write(output: Path, error: BaseException) -> Stop:
+    what = "is full" if _is_full(error) else f"cannot be written: {getattr(error, 'strerror', error)}"
     return Stop(1, f"{output} {what}; nothing is lost: make room and give the same command again")
+
+
+def _is_full(error: BaseException) -> bool:
+    if isinstance(error, sqlite3.OperationalError):
+        return error.sqlite_errorcode == sqlite3.SQLITE_FULL
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _public(info: dict[str, Any]) -> dict[str, Any]:

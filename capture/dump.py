@@ -232,7 +232,7 @@ class Journal:
         self.offset = 0
 
     def read(self) -> Iterator[Line]:
-        """The lines that came since the last call."""
+        """The lines that came since the last call. Raises DumpError for one that is no line of ours."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
@@ -242,4 +242,7 @@ class Journal:
         whole = data[: data.rfind(b"\n") + 1]
         self.offset += len(whole)
         for line in whole.splitlines():
-            yield msgspec.json.decode(line, type=Line)
+            try:
+                yield msgspec.json.decode(line, type=Line)
+            except msgspec.MsgspecError as error:
+                raise DumpError(f"{self.path}: {error} in {line[:80]!r}") from error

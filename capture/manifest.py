@@ -14,6 +14,7 @@ from capture.dump import write_json
 from capture.layers import Layers
 
 FORMAT = 1
+STRETCH = 1 << 16  # bytes
 
 
 class ManifestError(Exception):
@@ -25,6 +26,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     model_config: str
+    weights: str
     tokenizer: str
     chat_template: str
     layers: Layers
@@ -57,8 +59,8 @@ class Manifest(msgspec.Struct, kw_only=True):
 
 # What `Settings` fields are called when they differ; the layers are compared by their boundaries.
 WORDS = {
-    "model": "the model",
     "model_config": "the model's config.json",
+    "weights": "the model (its weights)",
     "tokenizer": "the tokenizer",
     "chat_template": "the chat template",
     "hidden": "the hidden size",
@@ -111,6 +113,22 @@ def hash_file(path: Path) -> str:
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
+    return digest.hexdigest()
+
+
+def hash_weights(model: Path) -> str:
+    """Hash over name, size and three short stretches of each weight file: tells fine-tunes apart, reads no whole file.
+
+    The folder's own path does not count, so that a model may move.
+    """
+    digest = hashlib.sha256()
+    for path in sorted((*model.glob("*.safetensors"), *model.glob("*.bin"), *model.glob("*.index.json"))):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for start in (0, size // 2, max(0, size - STRETCH)):
+                file.seek(start)
+                digest.update(file.read(STRETCH))
     return digest.hexdigest()
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from capture import code_hash
+from capture.dump import TapState, make_private, write_json
 from capture.settings import SETTINGS_VARIABLE, TapSettings
 from capture.tap import install
 
@@ -25,8 +27,13 @@ def register() -> None:
     settings = msgspec.json.decode(text, type=TapSettings)
 
     def after_load_model(_result: Any, runner: Any, *_args: Any, **_kwargs: Any) -> None:
-        if not runner.is_draft_worker:
+        if runner.is_draft_worker:
+            return
+        try:
             install(runner, settings)
+        except Exception as error:
+            say_absent(settings, str(error))
+            raise  # now, rather than after the rest of a long start
 
     def around_warm_up(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         mark = Path(settings.dump_dir) / "warming"
@@ -41,3 +48,10 @@ def register() -> None:
     )
     if multiprocessing.parent_process() is None:  # the HTTP server's process; importing it elsewhere costs seconds
         HookRegistry.register("sglang.srt.entrypoints.http_server._wait_and_warmup", around_warm_up, HookType.AROUND)
+
+
+def say_absent(settings: TapSettings, why: str) -> None:
+    """Write a tap.json that says that the tap is not in, and why."""
+    folder = make_private(Path(settings.dump_dir))
+    absent = TapState(inside=False, error=why, code=code_hash(), pid=os.getpid(), sglang="", model="", model_class="")
+    write_json(folder / "tap.json", absent)

@@ -91,13 +91,10 @@ class Writer:
 
     def forward(self, message: Forward) -> Ack:
         """Settle what a forward made whole, keep the pieces of the rest."""
-        settled = [line for piece in message.pieces if (line := self._piece(message.slot, piece)) is not None]
-        self.journal(settled)
-        return Ack(
-            message.slot if message.last else None,
-            [line.n for line in settled],
-            sum(line.state == "failed" for line in settled),
-        )
+        lines = [line for piece in message.pieces if (line := self._piece(message.slot, piece)) is not None]
+        self.journal(lines)
+        settled = [piece.number for piece in message.pieces if piece.number not in self.partial]
+        return Ack(message.slot if message.last else None, settled, sum(line.state == "failed" for line in lines))
 
     def fail(self, message: Fail) -> Ack:
         """Settle a request that the tap gave up, or that the writer before this one died with."""

@@ -31,7 +31,7 @@ class WriterLink:
         self.lock = threading.Lock()
         self.unsettled: dict[int, str] = {}  # number -> rid, sent and not yet on disk
         self.sent_slots: set[int] = set()
-        self.owed: list[Fail] = []  # failures that no writer has been told yet
+        self.owed: list[Fail | Forward] = []  # what no writer has been told yet
         self.lost = self.failed = 0
         self.pid: int | None = None
         self.link: socket.socket | None = None
@@ -51,15 +51,22 @@ class WriterLink:
     def send_forward(self, slot: int, pieces: list[Piece]) -> None:
         """Hand a filled slot over. Where the writer is just dying, its successor fails these requests."""
         with self.lock:
-            self.unsettled.update((piece.number, piece.rid) for piece in pieces)
             self.sent_slots.add(slot)
             for start in range(0, len(pieces), MESSAGE_PIECES):
-                last = start + MESSAGE_PIECES >= len(pieces)
-                if not self._send(Forward(slot, pieces[start : start + MESSAGE_PIECES], last)):
-                    self.owed += [
-                        Fail(piece.number, piece.rid, "the writer took no message") for piece in pieces[start:]
-                    ]
+                part = pieces[start : start + MESSAGE_PIECES]
+                if not self._send(Forward(slot, part, last=start + MESSAGE_PIECES >= len(pieces))):
+                    self._take_back(slot, pieces[start:], whole=start == 0)
                     return
+                self.unsettled.update((piece.number, piece.rid) for piece in part)
+
+    def _take_back(self, slot: int, pieces: list[Piece], *, whole: bool) -> None:
+        """No writer took `pieces`, the `whole` forward or its end: fail them, and see that the slot comes free."""
+        self.owed += [Fail(piece.number, piece.rid, "the writer took no message") for piece in pieces]
+        if whole:
+            self.sent_slots.discard(slot)
+            self.free.put(slot)
+        else:
+            self.owed.append(Forward(slot, [], last=True))
 
     def send_fail(self, message: Fail) -> None:
         """Have a request settled as failed, now or by the next writer."""
@@ -70,8 +77,9 @@ class WriterLink:
 
     def _send_owed(self) -> None:
         while self.owed and self._send(self.owed[0]):
-            failure = self.owed.pop(0)
-            self.unsettled[failure.number] = failure.rid
+            message = self.owed.pop(0)
+            if isinstance(message, Fail):
+                self.unsettled[message.number] = message.rid
 
     def _send(self, message: Forward | Fail) -> bool:
         """False where no writer takes it; a full socket is a writer that hangs, and a forward waits for none."""
@@ -85,6 +93,7 @@ class WriterLink:
 
     def _lose(self, why: str) -> None:
         """What was with the dead writer is failed by the next one; its slots are free again."""
+        self.owed = [message for message in self.owed if isinstance(message, Fail)]
         self.owed += [Fail(number, rid, f"{why} before its dump was whole") for number, rid in self.unsettled.items()]
         self.unsettled.clear()
         for slot in self.sent_slots:
@@ -117,7 +126,7 @@ class WriterLink:
         engine = str(Path(__file__).resolve().parent.parent)
         environment = {
             **os.environ,
-            "PYTHONPATH": engine,
+            "PYTHONPATH": os.pathsep.join(path for path in (engine, os.environ.get("PYTHONPATH")) if path),
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
         }
@@ -150,6 +159,8 @@ class WriterLink:
         while True:
             try:
                 data = link.recv(MESSAGE_BYTES)
+            except ConnectionResetError:  # said once where it died with messages unread; its answers come after that
+                continue
             except OSError:
                 data = b""
             if not data:

@@ -22,6 +22,7 @@ LAYERS = Layers([3, 31, 59], [2, 30, 58], [3, 31, 59], [ServeIds([2, 30, 58], ">
 SETTINGS = Settings(
     model="/models/kimi",
     model_config="ab" * 32,
+    weights="89" * 32,
     tokenizer="cd" * 32,
     chat_template="ef" * 32,
     layers=LAYERS,
@@ -47,7 +48,7 @@ MANIFEST = Manifest(
 )
 OTHER_LAYERS = Layers([2, 30, 58], [1, 29, 57], [1, 29, 57], [], "outputs 1, 29, 57")
 DIFFERENCES: dict[str, tuple[Any, str]] = {
-    "model": ("/models/other", "the model was /models/kimi, now /models/other"),
+    "weights": ("12" * 32, "the model (its weights) was 898989898989…, now 121212121212…"),
     "model_config": ("12" * 32, "the model's config.json was abababababab…, now 121212121212…"),
     "tokenizer": ("12" * 32, "the tokenizer was cdcdcdcdcdcd…, now 121212121212…"),
     "chat_template": ("12" * 32, "the chat template was efefefefefef…, now 121212121212…"),
@@ -73,7 +74,19 @@ def with_setting(name: str) -> Settings:
 
 
 def test_every_setting_is_compared() -> None:
-    assert list(DIFFERENCES) == list(Settings.__struct_fields__)
+    """All but the model's path: a folder may move, what is in it may not change."""
+    assert ["model", *DIFFERENCES] == list(Settings.__struct_fields__)
+
+
+def test_a_model_that_moved_is_the_same_and_other_weights_are_not(tmp_path: Path) -> None:
+    for name, last in (("a", b"\0"), ("moved", b"\0"), ("tuned", b"\1")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(300_000) + last)
+    kept, moved, tuned = (manifest.hash_weights(tmp_path / name) for name in ("a", "moved", "tuned"))
+    assert kept == moved != tuned
+    (tmp_path / "moved" / "model-2.safetensors").touch()
+    assert manifest.hash_weights(tmp_path / "moved") != kept
+    manifest.require_same(SETTINGS, msgspec.structs.replace(SETTINGS, model="/moved"), Path("/data/out"))
 
 
 def test_the_same_settings_pass() -> None:
@@ -91,7 +104,7 @@ def test_a_setting_that_differs_is_named(name: str) -> None:
 
 
 def test_all_that_differ_are_named() -> None:
-    other = Settings(**{name: value for name, (value, _) in DIFFERENCES.items()})
+    other = Settings(model="/moved/kimi", **{name: value for name, (value, _) in DIFFERENCES.items()})
     with pytest.raises(ManifestError) as refused:
         manifest.require_same(SETTINGS, other, Path("/data/out"))
     assert [words for _, words in DIFFERENCES.values() if words not in str(refused.value)] == []

@@ -192,8 +192,8 @@ def test_the_rest_of_a_prompt_that_a_dead_writer_had(tap: Tap) -> None:
     Writer(tap.settings).forward(tap.forward(0, (prompt, 0, 10)))
     successor = Writer(tap.settings)
     assert successor.fail(Fail(5, prompt.rid, "the writer ended")) == Ack(None, [5], 1)
-    assert successor.forward(tap.forward(1, (prompt, 10, 10))) == Ack(1, [], 0)
-    assert successor.forward(tap.forward(2, (prompt, 20, 10), (other, 0, 3))) == Ack(2, [6], 0)
+    assert successor.forward(tap.forward(1, (prompt, 10, 10))) == Ack(1, [5], 0)
+    assert successor.forward(tap.forward(2, (prompt, 20, 10), (other, 0, 3))) == Ack(2, [5, 6], 0)
     tap.assert_dumped(other)
     assert [(line.n, line.state) for line in tap.journal()] == [(5, "failed"), (6, "done")]
     assert [path.name for path in tap.folder(prompt).iterdir()] == ["failed"]
@@ -215,7 +215,7 @@ def test_a_prompt_that_is_given_up_half_way(tap: Tap) -> None:
     writer.forward(tap.forward(0, (prompt, 0, 10)))
     writer.fail(Fail(0, prompt.rid, "no further chunk"))
     assert writer.partial == {}
-    assert writer.forward(tap.forward(0, (prompt, 10, 10))) == Ack(0, [], 0)
+    assert writer.forward(tap.forward(0, (prompt, 10, 10))) == Ack(0, [0], 0)
     assert [path.name for path in tap.folder(prompt).iterdir()] == ["failed"]
     assert [line.state for line in tap.journal()] == ["failed"]
 
