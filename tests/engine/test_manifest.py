@@ -48,8 +48,8 @@ MANIFEST = Manifest(
 )
 OTHER_LAYERS = Layers([2, 30, 58], [1, 29, 57], [1, 29, 57], [], "outputs 1, 29, 57")
 DIFFERENCES: dict[str, tuple[Any, str]] = {
-    "weights": ("12" * 32, "the model (its weights) was 898989898989…, now 121212121212…"),
     "model_config": ("12" * 32, "the model's config.json was abababababab…, now 121212121212…"),
+    "weights": ("12" * 32, "the model (its weights) was 898989898989…, now 121212121212…"),
     "tokenizer": ("12" * 32, "the tokenizer was cdcdcdcdcdcd…, now 121212121212…"),
     "chat_template": ("12" * 32, "the chat template was efefefefefef…, now 121212121212…"),
     "layers": (
