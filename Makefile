@@ -19,11 +19,11 @@ check: console
 
 test: console engine
 	$(CONSOLE) -m pytest -m "not slow" tests/unit tests/end_to_end
-	PYTHONPATH=. $(ENGINE) -m pytest -m "not slow" tests/engine
+	PYTHONPATH=. $(ENGINE) -m pytest -m "not slow" tests/engine tests/gpu
 
 test-all: console engine
 	$(CONSOLE) -m pytest tests/unit tests/end_to_end
-	PYTHONPATH=. $(ENGINE) -m pytest tests/engine
+	PYTHONPATH=. $(ENGINE) -m pytest tests/engine tests/gpu
 
 # The console's environment, with everything that the checks and its tests need.
 console: .venv/ready

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from capture.arena import Arena, ArenaShape
+from capture.copier import copier_for
 from capture.dump import TapState, make_private, state_names, write_json
 from capture.settings import Rid, TapSettings
 from capture.writer import Fail, Piece, WriterSettings
@@ -40,7 +42,7 @@ class Request(msgspec.Struct):
 class Keeper:
     """TP rank 0's half: numbers requests, fills slots, follows the writer, keeps tap.json true."""
 
-    def __init__(self, settings: TapSettings, state: TapState) -> None:
+    def __init__(self, settings: TapSettings, state: TapState, device: Any) -> None:
         assert state.layers is not None
         self.settings, self.state = settings, state
         self.dump_dir = make_private(Path(settings.dump_dir))
@@ -50,6 +52,7 @@ class Keeper:
         self.seen: Counter[str] = Counter()
         states = len(state_names(len(state.layers.boundaries)))
         self.arena = self._make_arena(states)
+        self.copier = copier_for(self.arena.bytes, device)
         state.slots, state.bytes_per_token = self.arena.shape.slots, self.arena.shape.bytes_per_token
         self.writer = WriterLink(
             self.arena.shape.slots,
@@ -104,18 +107,25 @@ class Keeper:
             self._give_up(pieces, reason or f"no arena slot came free within {SLOT_WAIT:.0f} s: the writer is too slow")
             return
         try:
-            ids, room = self.arena.ids(slot), self.arena.states(slot)
-            for piece, row in zip(pieces, rows, strict=True):
-                to, source = slice(piece.start, piece.start + piece.length), slice(row, row + piece.length)
-                ids[to].copy_(batch.input_ids[source])
-                for place, state in zip(room, states, strict=True):
-                    place[to].copy_(state[source])
+            pairs = self._copies(slot, pieces, rows, [batch.input_ids, *states])
+            self.copier.copy(pairs, functools.partial(self.writer.send_forward, slot, pieces))
         except Exception as error:  # a prompt lost is said, the server goes on
             logger.exception("layertap: copying a forward failed")
             self.writer.put_back(slot)
             self._give_up(pieces, f"copying its states failed: {error}")
-            return
-        self.writer.send_forward(slot, pieces)
+
+    def _copies(self, slot: int, pieces: list[Piece], rows: list[int], sources: list[Any]) -> Iterator[tuple[Any, Any]]:
+        """(place in the slot, source) for ids and states; rows that lie together in both go as one."""
+        places = [self.arena.ids(slot), *self.arena.states(slot)]
+        runs: list[list[int]] = []
+        for piece, row in zip(pieces, rows, strict=True):
+            if runs and runs[-1][1] + runs[-1][2] == row:
+                runs[-1][2] += piece.length
+            else:
+                runs.append([piece.start, row, piece.length])
+        for start, row, length in runs:
+            for place, source in zip(places, sources, strict=True):
+                yield place[start : start + length], source[row : row + length]
 
     def _pieces(self, batch: Any) -> tuple[list[Piece], list[int]]:
         """What of this forward is ours and whole so far, packed from the slot's start, and where its rows lie."""

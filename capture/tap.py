@@ -57,6 +57,7 @@ class Tap:
                     slot_tokens=forward_tokens(runner.server_args, runner.model_config.context_len),
                     reserve=settings.reserve,
                 ),
+                next(self.inner.parameters()).device,
             )
             logger.info("layertap: the tap is in, drawing %s", self.layers.words())
 

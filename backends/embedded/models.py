@@ -125,7 +125,7 @@ def _deepseek_shape(layers: int, hidden: int, **other: Any) -> Any:
         "rope_parameters": {**YARN, "rope_theta": 10000.0},
         "dtype": "bfloat16",
     }
-    return DeepseekV3Config(**shape, **other)
+    return DeepseekV3Config(**{**shape, **other})
 
 
 def make_deepseek(folder: Path) -> None:

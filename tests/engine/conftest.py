@@ -1,159 +1,19 @@
-"""Real SGLang servers on the embedded engine, started once a session for each way of starting them."""
+"""The embedded engine's servers."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import shutil
-import socket
 import sys
-import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from backends import bootstrap, payload, runs, sglang  # noqa: E402
-from backends.jobs import describe  # noqa: E402
-from backends.launch import Launching, embedded_model, launch  # noqa: E402
-from backends.watch import ServerWatch  # noqa: E402
-from capture import dump  # noqa: E402
-from capture.draw import Drawer  # noqa: E402
-from capture.layers import LayerChoice  # noqa: E402
-
-
-class Engine:
-    """A launched server and what a test asks of it."""
-
-    def __init__(self, all_runs: runs.Runs, run: runs.Run, model: Path) -> None:
-        self.runs, self.run, self.model = all_runs, run, model
-        self.server = describe(run)
-        self.dump_dir = Path(self.server.dump_dir)
-
-    @property
-    def tap(self) -> dump.TapState:
-        state = dump.read_tap(self.dump_dir)
-        assert state is not None
-        return state
-
-    def draw(self, prompts: list[list[int]], *, together: bool = True) -> list[dict[str, Any]]:
-        """The states of each prompt; `together` sends them all at once."""
-        return asyncio.run(self._draw(prompts, together))
-
-    async def _draw(self, prompts: list[list[int]], together: bool) -> list[dict[str, Any]]:
-        async with Drawer(self.server, self.tap) as drawer:
-
-            async def one(row: int, ids: list[int]) -> dict[str, Any]:
-                _, folder = await drawer.draw(row, 0, ids)
-                meta = dump.read_meta(folder)
-                assert meta.ids == ids
-                states = dump.read_states(folder, meta)
-                dump.remove(folder)
-                return states
-
-            if together:
-                return list(await asyncio.gather(*(one(row, ids) for row, ids in enumerate(prompts))))
-            return [await one(row, ids) for row, ids in enumerate(prompts)]
-
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        request = urllib.request.Request(
-            self.server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            return json.load(answer)
-
-    def log(self) -> str:
-        return self.run.log.read_text(errors="replace")
-
-
-class Engines:
-    """Starts servers, at most two alive at once, and stops all of them in the end."""
-
-    def __init__(self, folder: Path) -> None:
-        self.runs = runs.Runs(folder / "state")
-        name, archive = payload.pack()
-        self.payload = folder / "payload" / name
-        bootstrap.unpack(archive, str(self.payload))
-        self.alive: dict[str, Engine] = {}
-
-    def get(self, profile: str, *, layers: LayerChoice | None = None, **args: Any) -> Engine:
-        """A ready server of `profile`; the same one for the same question."""
-        key = repr((profile, layers, sorted(args.items())))
-        if key not in self.alive:
-            while len(self.alive) >= 2:
-                self.stop(next(iter(self.alive)))
-            self.alive[key] = self._start(profile, layers, args)
-        return self.alive[key]
-
-    def _start(self, profile: str, layers: LayerChoice | None, args: dict[str, Any]) -> Engine:
-        words = {name.replace("_", "-"): value for name, value in args.items()}
-        env = {name[4:]: words.pop(name) for name in list(words) if name.startswith("ENV-")}
-        env = {name.replace("-", "_"): value for name, value in env.items()}
-        merged = sglang.resolve(
-            profile,
-            sglang.load_profiles(),
-            version="0.5.23",
-            model=None,
-            port=free_port(),
-            overrides=sglang.Overrides(args=words, env=env),
-        )
-        argv = merged.argv("python")[1:]
-        run = launch(
-            self.runs,
-            self.payload,
-            Launching(
-                profile=profile,
-                model=merged.model,
-                argv=argv,
-                shown_argv=argv,
-                env=merged.environ(),
-                port=merged.port,
-                layers=layers or LayerChoice(**(merged.layers or {})),
-                embedded=True,
-            ),
-            "0.5.23",
-        )
-        watch = ServerWatch(run)
-        deadline = time.monotonic() + 400
-        while True:
-            now = watch.look()
-            if now["verdict"]["verdict"] == "healthy":
-                return Engine(self.runs, run, embedded_model(merged.model.removeprefix("embedded:")))
-            if now["verdict"]["verdict"] in ("crashed", "stopped") or time.monotonic() > deadline:
-                runs.stop(run, "it did not become ready")
-                raise AssertionError(f"{now['verdict']}\n{run.log.read_text()[-6000:]}")
-            time.sleep(0.3)
-
-    def stop(self, key: str) -> runs.Stopped:
-        """Stop one server and show that nothing is left."""
-        stopped = runs.stop(self.alive.pop(key).run, "the test is over")
-        assert stopped.left == []
-        return stopped
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from engines import Engines, running
 
 
 @pytest.fixture(scope="session")
 def engines() -> Iterator[Engines]:
-    folder = Path(tempfile.mkdtemp(prefix="layertap-engines-"))
-    # The payload is what runs, so that the tests see what a host sees.
-    os.environ["PYTHONPATH"] = ""
-    made = Engines(folder)
-    sys.path.insert(0, str(made.payload / "engine"))
-    try:
+    with running() as made:
         yield made
-    finally:
-        for key in list(made.alive):
-            made.stop(key)
-        shutil.rmtree(folder, ignore_errors=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Engine, Engines
+from engines import Engine, Engines
 from transformers import DeepseekV3ForCausalLM
 
 BOUNDARIES = [3, 31, 59]

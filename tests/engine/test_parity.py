@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Engine, Engines
+from engines import Engine, Engines
 
 from capture import dump
 from capture.settings import Rid

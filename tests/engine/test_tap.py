@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import Engine, Engines
+from engines import Engine, Engines
 
 from capture import code_hash, dump
 from capture.settings import Rid

@@ -483,10 +483,10 @@ def test_ctrl_c_during_a_launch_leaves_the_server(
     launched: Callable[..., tuple[Ran, int]], begin: Callable, all_runs: Runs
 ) -> None:
     launching = begin("launch", "fake", "--port", free_port(), FAKE="silent")
-    assert launching.stderr is not None
-    seen = ""
-    while "weights" not in seen:
-        seen = launching.stderr.readline()
+    seen = []
+    while "  weights …\n" not in seen:
+        seen.append(launching.stderr.readline())
+        assert seen[-1], f"it ended: {seen}"
     launching.send_signal(signal.SIGINT)
     out, said = launching.communicate()
     (run,) = all_runs.all()
