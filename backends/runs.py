@@ -170,11 +170,14 @@ class Run:
         """Whether something of it runs here."""
         return self.state() in ("starting", "running")
 
-    def processes(self) -> list[psutil.Process]:
-        """Every live process of this run: by the session it began in, or by its mark in the environment."""
+    def processes(self, among: Iterable[int] | None = None) -> list[psutil.Process]:
+        """Every live process of this run: by the session it began in, or by its mark in the environment.
+
+        Looks at every process of the host, which takes long, or only at those whose numbers are `among` the given.
+        """
         session, ended = self._session(), self.exit
         found = []
-        for process in psutil.process_iter():
+        for process in psutil.process_iter() if among is None else _existing(among):
             try:
                 if process.status() == psutil.STATUS_ZOMBIE:
                     continue
@@ -435,6 +438,12 @@ def _read(path: Path, kind: type[T]) -> T | None:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError):
         return None
+
+
+def _existing(pids: Iterable[int]) -> Iterator[psutil.Process]:
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            yield psutil.Process(pid)
 
 
 def _ended(code: int) -> Exit:

@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -210,7 +210,7 @@ def _save(folder: Path, model_class: Any, config: Any, extra: dict[str, Any] | N
 
     folder.mkdir(parents=True, exist_ok=True)
     with torch.device("meta"):  # names and shapes only
-        shapes = {key: tuple(value.shape) for key, value in model_class(config).state_dict().items()}
+        shapes = dict(_checkpoint_shapes(model_class(config).state_dict()))
     save_file(
         {key: _weight(key, shape) for key, shape in shapes.items()},
         folder / "model.safetensors",
@@ -221,6 +221,22 @@ def _save(folder: Path, model_class: Any, config: Any, extra: dict[str, Any] | N
     if extra:
         _write_json(folder / "config.json", json.loads((folder / "config.json").read_text()) | extra)
     _save_tokenizer(folder)
+
+
+def _checkpoint_shapes(state: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes as checkpoints have them: an expert's weights each by themselves, not stacked as in memory."""
+    for name, value in state.items():
+        above, _, last = name.rpartition(".")
+        if not above.endswith("mlp.experts"):
+            yield name, tuple(value.shape)
+            continue
+        experts, rows, columns = value.shape
+        for expert in range(experts):
+            if last == "gate_up_proj":
+                yield f"{above}.{expert}.gate_proj.weight", (rows // 2, columns)
+                yield f"{above}.{expert}.up_proj.weight", (rows // 2, columns)
+            else:
+                yield f"{above}.{expert}.{last}.weight", (rows, columns)
 
 
 def _weight(name: str, shape: tuple[int, ...]) -> Any:
