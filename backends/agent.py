@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +28,8 @@ from backends.errors import ExitCode, LayertapError, UsageError
 from backends.frames import FrameError, pack, read_frame
 from backends.jobs import JOBS, refuse_second, start_job
 from backends.launch import Launching, launch
+from backends.logs import PartHead, read_part
+from backends.sample import Sampler
 from backends.watch import ServerWatch
 
 AT_ONCE = 32
@@ -42,6 +44,7 @@ class Agent:
         self.payload = payload
         state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
         self.runs = runs.Runs(Path(state) / "layertap")
+        self.sampler = Sampler(self.runs)
         self.watches: dict[str, ServerWatch] = {}
         self.lock = threading.Lock()
 
@@ -62,15 +65,21 @@ class Agent:
             "cores": os.cpu_count(),
         }
 
-    def read(self, path: str, offset: int, most: int) -> tuple[dict[str, Any], bytes]:
-        """Up to `most` bytes of a file from `offset` on, and the file's size and inode."""
+    def read(
+        self, path: str, offset: int, most: int, inode: int | None = None, before: int = 0
+    ) -> tuple[PartHead, bytes]:
+        """Up to `most` bytes of a file from `offset` on, and the file's size and inode; a log that rotates as well.
+
+        What `inode` and `before` are for is said in `backends.logs`, whose `LogCursor` knows what to ask for.
+        """
         try:
-            with open(path, "rb") as file:
-                found = os.fstat(file.fileno())
-                file.seek(offset)
-                return {"size": found.st_size, "inode": found.st_ino}, file.read(min(most, 16 << 20))
+            return read_part(path, offset, most, inode, before)
         except OSError as error:
             raise UsageError(f"{path}: {error.strerror}") from error
+
+    def sample(self, run_id: str | None = None, paths: Sequence[str] = ()) -> dict[str, Any]:
+        """CPU, memory, disks, GPUs and live runs now, with processes and dumps of one run; may be asked at 5 Hz."""
+        return self.sampler.sample(run_id, paths)
 
     def launch(self, launching: dict[str, Any]) -> dict[str, Any]:
         """Launch a server; answers once its process runs, not when it is ready."""

@@ -38,6 +38,12 @@ class ConnectionFailed(LayertapError):
     exit_code = ExitCode.NO_CONNECTION
 
 
+class HostKeyRefused(LayertapError):
+    """The host's key is new, changed, revoked, or not the one that was said to be right."""
+
+    exit_code = ExitCode.HOST_KEY
+
+
 class NotReady(LayertapError):
     """The server did not become ready, or is not safe to draw from."""
 

@@ -25,6 +25,7 @@ SLOW_SECONDS = 5.0  # between two readings of what seldom changes
 REOPEN_SECONDS = 10.0  # between two attempts to open NVML, which may look for a driver to load
 XIDS_KEPT = 50  # of each GPU, the newest
 XID_WAIT_MS = 1000  # also how long a watcher takes to notice that it is over
+XID_WATCH = threading.Lock()  # NVML keeps a core busy while two threads of one process wait for events
 XID_PAUSE = 5.0  # after a failed wait: a lost GPU fails all of them at once
 
 # Numbers of NVML's C interface. The wheel has names for them too, but some of those are tuples by mistake.
@@ -208,7 +209,7 @@ class Gpus:
         return sample
 
     def close(self) -> None:
-        """Let the driver go; the next sample may open it again."""
+        """Let the driver go; a sample after `REOPEN_SECONDS` opens it again."""
         if self._watch:
             self._watch.over.set()
         if self._open:
@@ -216,32 +217,14 @@ class Gpus:
             self._open = None
 
     def _try_to_open(self) -> None:
-        if self._watch and self._watch.is_alive():  # NVML would stay as it is until its last user has closed it
+        if self._watch and self._watch.is_alive():  # NVML stays as it is until its last user has closed it
             return
-        try:
-            import pynvml
-        except ImportError:
-            self._closed = GpuSample("no_nvml", "this Python has no pynvml; nvidia-ml-py, which SGLang needs, brings it")
-            return
-        try:
-            pynvml.nvmlInitWithFlags(NO_GPUS)
-        except pynvml.NVMLError as error:
-            none = error.value in (LIBRARY_MISSING, NOT_LOADED)
-            self._closed = GpuSample("no_nvml" if none else "error", f"NVML: {error}")
-            return
-        opened = _Open(pynvml)
-        try:
-            opened.find_devices()
-        except pynvml.NVMLError as error:
-            self._closed = GpuSample("error", f"NVML: {error}", opened.driver, opened.cuda)
-            opened.close()
-            return
-        if not opened.devices:
-            self._closed = GpuSample("no_gpu", "NVML sees no GPU", opened.driver, opened.cuda)
-            opened.close()
-            return
-        self._open = opened
-        self._watch = _XidWatch.begin(pynvml, opened.devices, self._xids)
+        found = _open_nvml()
+        if isinstance(found, GpuSample):
+            self._closed = found
+        else:
+            self._open = found
+            self._watch = _XidWatch.begin(found, self._xids)
 
     def _gpu(self, device: _Device, now: float, ours: Collection[int] | None) -> Gpu:
         fast = device.read(FAST)
@@ -249,7 +232,7 @@ class Gpus:
             device.slow_at = now
             device.read_slow(ours)
         uuid = device.static["uuid"]
-        watched = self._watch is not None and uuid in self._watch.watched
+        watched = self._watch is not None and uuid in self._watch.uuids.values()
         return Gpu(
             index=device.index,
             error=device.unusable,
@@ -258,6 +241,29 @@ class Gpus:
             **device.slow,
             **fast,
         )
+
+
+def _open_nvml() -> _Open | GpuSample:
+    """NVML with its devices, or why there is none."""
+    try:
+        import pynvml
+    except ImportError:
+        return GpuSample("no_nvml", "this Python has no pynvml; nvidia-ml-py, which SGLang needs, brings it")
+    try:
+        pynvml.nvmlInitWithFlags(NO_GPUS)
+    except pynvml.NVMLError as error:
+        absent = error.value in (LIBRARY_MISSING, NOT_LOADED)
+        return GpuSample("no_nvml" if absent else "error", f"NVML: {error}")
+    opened = _Open(pynvml)
+    try:
+        opened.find_devices()
+    except pynvml.NVMLError as error:
+        opened.close()
+        return GpuSample("error", f"NVML: {error}", opened.driver, opened.cuda)
+    if not opened.devices:
+        opened.close()
+        return GpuSample("no_gpu", "NVML sees no GPU", opened.driver, opened.cuda)
+    return opened
 
 
 class _Open:
@@ -281,55 +287,49 @@ class _Open:
         try:
             self.nvml.nvmlShutdown()
         except self.nvml.NVMLError:
-            pass  # it was closed already, as after a driver is gone
+            pass  # its driver is gone
 
 
 class _Device:
-    """One GPU of an open NVML. A reading that fails is None, unless it says that NVML itself is over.
+    """One GPU of an open NVML. A reading that fails is None; it raises NVMLError only where NVML itself is over.
 
     `unusable` says why nothing can be read, such as that the GPU is lost; it is tried again with the slow readings.
     """
 
     def __init__(self, nvml: Any, index: int, here: Namespace) -> None:
-        self.index = index
-        self.unusable: str | None = None
         self._nvml = nvml
         self._here = here
-        self._handle: Any = None
-        self.slow_at = -math.inf
-        self.slow: dict[str, Any] = {}
+        self.index = index
+        self.handle: Any = None
+        self.unusable: str | None = None
         self.static = self._find()
-
-    @property
-    def handle(self) -> Any:
-        """NVML's own; None for a GPU that it will not give."""
-        return self._handle
+        self.slow: dict[str, Any] = {}
+        self.slow_at = -math.inf
 
     def read(self, readings: Mapping[str, Reading]) -> dict[str, Any]:
-        """Values by field. Raises NVMLError where NVML itself is over."""
+        """Values by field."""
         return {name: self._value(reading) for name, reading in readings.items()}
 
     def read_slow(self, ours: Collection[int] | None) -> None:
         """Renew what seldom changes, and try again what was unusable."""
         if self.unusable:
             self.unusable = None
-            self.static = self._find()
+            self.static = {name: value or self.static[name] for name, value in self._find().items()}
         self.slow = self.read(SLOW) | {"processes": self._processes(ours)}
 
     def _find(self) -> dict[str, Any]:
         try:
-            self._handle = self._nvml.nvmlDeviceGetHandleByIndex(self.index)
+            self.handle = self._nvml.nvmlDeviceGetHandleByIndex(self.index)
         except self._nvml.NVMLError as error:
             self.unusable = str(error)
         return self.read(STATIC)
 
     def _value(self, reading: Reading) -> Any:
-        for call in reading.calls:
-            function = getattr(self._nvml, call, None)
+        for function in [getattr(self._nvml, call, None) for call in reading.calls]:
             if function is None or self.unusable:
                 continue
             try:
-                return reading.of(function(self._handle, *reading.arguments))
+                return reading.of(function(self.handle, *reading.arguments))
             except self._nvml.NVMLError as error:
                 if error.value in OVER:
                     raise
@@ -388,35 +388,49 @@ class _XidWatch(threading.Thread):
     def __init__(self, nvml: Any, xids: dict[str, deque[Xid]]) -> None:
         super().__init__(name="layertap-xid", daemon=True)
         self.over = threading.Event()
-        self.watched: dict[str, int | None] = {}
-        self._uuids: dict[int | None, str] = {}
+        self.uuids: dict[int | None, str] = {}
         self._nvml = nvml
         self._xids = xids
         self._events: Any = None
 
     @classmethod
-    def begin(cls, nvml: Any, devices: list[_Device], xids: dict[str, deque[Xid]]) -> _XidWatch | None:
-        """A watcher of those devices that tell of XIDs; None where none does."""
-        watch = cls(nvml, xids)
-        nvml.nvmlInitWithFlags(NO_GPUS)
+    def begin(cls, opened: _Open, xids: dict[str, deque[Xid]]) -> _XidWatch | None:
+        """A watcher of those devices that tell of XIDs; None where none does, or where another one watches."""
+        if not XID_WATCH.acquire(blocking=False):
+            return None
+        watch = cls(opened.nvml, xids)
         try:
-            watch._events = nvml.nvmlEventSetCreate()
-            for device in devices:
+            opened.nvml.nvmlInitWithFlags(NO_GPUS)
+        except opened.nvml.NVMLError:
+            XID_WATCH.release()
+            return None
+        try:
+            watch._events = opened.nvml.nvmlEventSetCreate()
+            for device in opened.devices:
                 watch._register(device)
-        except nvml.NVMLError:
-            nvml.nvmlShutdown()
+        except opened.nvml.NVMLError:
+            pass  # this driver tells of none
+        if not watch.uuids:
+            watch._close()
             return None
         watch.start()
         return watch
 
     def run(self) -> None:
+        """Until `over` is set."""
         while not self.over.is_set():
             self._wait()
+        self._close()
+
+    def _close(self) -> None:
         try:
-            self._nvml.nvmlEventSetFree(self._events)
+            if self._events is not None:
+                self._nvml.nvmlEventSetFree(self._events)
             self._nvml.nvmlShutdown()
         except self._nvml.NVMLError:
             pass  # the driver is gone
+        finally:
+            XID_WATCH.release()
 
     def _register(self, device: _Device) -> None:
         uuid = device.static["uuid"]
@@ -427,7 +441,7 @@ class _XidWatch(threading.Thread):
         except self._nvml.NVMLError:
             return  # this GPU tells of none
         self._xids.setdefault(uuid, deque(maxlen=XIDS_KEPT))
-        self._uuids[_address(device.handle)] = uuid
+        self.uuids[_address(device.handle)] = uuid
 
     def _wait(self) -> None:
         try:
@@ -437,7 +451,7 @@ class _XidWatch(threading.Thread):
                 self.over.wait(XID_PAUSE)
             return
         # By address: a GPU that has just been lost no longer says its uuid.
-        uuid = self._uuids.get(_address(event.device))
+        uuid = self.uuids.get(_address(event.device))
         if uuid and event.eventType == EVENT_XID:
             self._xids[uuid].append(Xid(event.eventData, time.time()))
 

@@ -1,7 +1,7 @@
 """A host as the console sees it: start the agent there, exchange frames with it, close.
 
 `LocalHost` spawns the agent as a child. Whatever reaches a host some other way only has to bring the two ends of a
-byte stream: everything above them is shared.
+byte stream: everything above them is shared. `Reconnecting` keeps a link to any of them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from importlib import resources
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
+
+import msgspec
 
 from backends import payload
 from backends.bootstrap import GREETING
@@ -26,12 +30,35 @@ REQUEST_SECONDS = 60.0
 START_SECONDS = 60.0
 BANNER_LINES = 200  # that a login shell may print before the agent speaks
 LONGEST_LINE = 1 << 16
+ENDED = "the agent ended"
+
+FIRST_DELAY = 0.5  # seconds before a broken link is dialled again; doubles up to the longest
+LONGEST_DELAY = 15.0
+# Requests that change nothing: asking one of them twice is safe.
+READING = frozenset({"hello", "read", "all", "run", "server", "status", "extraction", "drawing", "exists"})
+
+
+class LinkState(msgspec.Struct, frozen=True, kw_only=True):
+    """How a link is; `since` in seconds since the epoch, what else is a time in seconds."""
+
+    state: Literal["live", "stale", "connecting", "reconnecting", "failed", "closed"]
+    since: float
+    heard_age: float | None = None  # since the other side was last heard; None where that is not measured
+    why: str | None = None  # what broke it
+    attempt: int = 0  # of dialling again
+    next_in: float | None = None  # until the next attempt
+    notes: list[str] = []  # sentences that a person should see, such as that a host key was accepted unasked
 
 
 class Host(Protocol):
     """A place where runs live."""
 
     name: str
+    ended: threading.Event  # set once the link is over, for whatever reason
+
+    @property
+    def state(self) -> LinkState:
+        """How the link is now."""
 
     def request(self, method: str, /, *, seconds: float = REQUEST_SECONDS, **parameters: Any) -> Any:
         """Ask the agent and wait for its answer.
@@ -56,6 +83,15 @@ class AgentLink:
         self._waiting: dict[int, Future[tuple[dict[str, Any], bytes]]] = {}
         self._lock = threading.Lock()
         self._broken: str | None = None
+        self._since = time.time()
+        self.ended = threading.Event()
+
+    @property
+    def state(self) -> LinkState:
+        """See `Host`."""
+        if self.ended.is_set():
+            return LinkState(state="failed", since=self._since, why=self._broken)
+        return LinkState(state="live", since=self._since)
 
     def greet(self, archive: bytes) -> None:
         """Bring the payload over unless it is there, and wait until the agent is up. Raises ConnectionFailed."""
@@ -79,7 +115,7 @@ class AgentLink:
         for _ in range(BANNER_LINES):
             line = self._from_agent.readline(LONGEST_LINE)
             if not line:
-                raise ConnectionFailed(f"the agent ended before it was up; can {self.python} be used?")
+                raise ConnectionFailed(f"{ENDED} before it was up; can {self.python} be used?")
             if line.startswith(GREETING):
                 return line.removeprefix(GREETING).decode().strip()
         raise ConnectionFailed("expected the agent's greeting, got a flood of other text")
@@ -108,7 +144,8 @@ class AgentLink:
         except TimeoutError:
             raise ConnectionFailed(f"{self.name}: no answer to {method!r} within {seconds:g} s") from None
         except (OSError, ValueError) as error:  # the other end of the stream is gone, or this end is closed
-            raise ConnectionFailed(f"{self.name}: the agent is gone ({error})") from error
+            self.ended.wait(1)  # whoever listens is about to know why
+            raise ConnectionFailed(f"{self.name}: {self._broken or f'the agent is gone ({error})'}") from error
         finally:
             self._waiting.pop(number, None)
         if failed := head.get("error"):
@@ -123,15 +160,21 @@ class AgentLink:
             while frame := read_frame(self._from_agent):
                 if answer := self._waiting.get(frame[0]["id"]):
                     answer.set_result(frame)
-            why = "the agent ended"
+            why = ENDED
         except (ConnectionFailed, FrameError, OSError, ValueError) as error:
             why = str(error)
+        why = self._cause(why)
         with self._lock:
-            self._broken = why
+            self._broken, self._since = why, time.time()
+        self.ended.set()
         waiting: list[Future[Any]] = [up, *self._waiting.values()]
         for future in waiting:
             if not future.done():
                 future.set_exception(ConnectionFailed(f"{self.name}: {why}"))
+
+    def _cause(self, why: str) -> str:
+        """Called once, when the stream is over: what ended it. `why` is how the stream itself looked."""
+        return why
 
 
 class LocalHost(AgentLink):
@@ -141,7 +184,7 @@ class LocalHost(AgentLink):
         name, archive = payload.pack()
         try:
             self._process = subprocess.Popen(
-                [python, "-u", "-c", bootstrap_source(), name, str(len(archive))],
+                agent_command(python, name, len(archive)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 cwd="/",  # the folder one stands in means nothing on a host
@@ -169,6 +212,151 @@ class LocalHost(AgentLink):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+class Reconnecting:
+    """A host that is dialled again whenever its link breaks, for ever, until it is closed.
+
+    `dial` makes a live host. The first call is made here and its errors are raised; of the later ones a
+    ConnectionFailed leads to the next attempt, and anything else (a changed host key) ends it.
+    """
+
+    def __init__(
+        self, dial: Callable[[], Host], *, first_delay: float = FIRST_DELAY, longest_delay: float = LONGEST_DELAY
+    ) -> None:
+        self._dial = dial
+        self._first_delay, self._longest_delay = first_delay, longest_delay
+        self._closing = threading.Event()
+        self._changed = threading.Condition()
+        self._host = dial()
+        self.name = self._host.name
+        self.ended = threading.Event()
+        self._down = LinkState(state="connecting", since=time.time())
+        self._next = 0.0  # time.monotonic() of the next attempt
+        self._gave_up: Exception | None = None
+        threading.Thread(target=self._keep, name=f"layertap-{self.name}-keep", daemon=True).start()
+
+    @property
+    def state(self) -> LinkState:
+        """See `Host`."""
+        with self._changed:
+            if not self._host.ended.is_set():
+                return self._host.state
+            if self._down.state == "reconnecting":
+                return msgspec.structs.replace(self._down, next_in=max(self._next - time.monotonic(), 0.0))
+            return self._down
+
+    def request(
+        self, method: str, /, *, seconds: float = REQUEST_SECONDS, retry: bool = True, **parameters: Any
+    ) -> Any:
+        """See `Host`. Waits for a link, `seconds` in all.
+
+        Where the link breaks over it, a request that only reads is asked again (not with `retry=False`). One that
+        acts is not: ConnectionFailed says that it is not known whether it happened, and the reading ones tell.
+        """
+        return self._ask(
+            method,
+            seconds,
+            retry and method in READING,
+            lambda host, left: host.request(method, seconds=left, **parameters),
+        )
+
+    def read(self, path: str, offset: int, most: int = 1 << 20) -> tuple[dict[str, Any], bytes]:
+        """See `Host`; asked again where the link breaks over it."""
+        found: tuple[dict[str, Any], bytes] = self._ask(
+            "read", REQUEST_SECONDS, True, lambda host, _: host.read(path, offset, most)
+        )
+        return found
+
+    def close(self) -> None:
+        """See `Host`. Does not wait for an attempt that is under way; what it reaches is closed."""
+        with self._changed:
+            self._closing.set()
+            self._down = LinkState(state="closed", since=time.time())
+            host = self._host
+            self._changed.notify_all()
+        host.close()
+        self.ended.set()
+
+    def _ask(self, method: str, seconds: float, again: bool, ask: Callable[[Host, float], Any]) -> Any:
+        deadline = time.monotonic() + seconds
+        while True:
+            host = self._live(deadline)
+            try:
+                return ask(host, max(deadline - time.monotonic(), 0.0))
+            except ConnectionFailed as error:
+                if not host.ended.is_set():  # it took too long, or the agent met it: the link is fine
+                    raise
+                if self._closing.is_set():
+                    raise
+                if not again:
+                    raise ConnectionFailed(f"{error}; it is not known whether {method!r} still happened") from error
+
+    def _live(self, deadline: float) -> Host:
+        """The host once its link is live. Raises ConnectionFailed at the deadline, or what ended it all."""
+        with self._changed:
+            while self._host.ended.is_set():
+                if self._closing.is_set():
+                    raise ConnectionFailed(f"{self.name}: closed")
+                if self._gave_up:
+                    raise self._gave_up
+                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                    raise ConnectionFailed(f"{self._down.why or self.name + ': no link'} (still trying)")
+            return self._host
+
+    def _keep(self) -> None:
+        """The thread that dials again."""
+        while True:
+            self._host.ended.wait()
+            if self._closing.is_set():
+                return
+            self._host.close()
+            if not self._dial_again():
+                return
+
+    def _dial_again(self) -> bool:
+        since, why, delay = time.time(), self._host.state.why, self._first_delay
+        for attempt in itertools.count(1):
+            self._say(LinkState(state="reconnecting", since=since, why=why, attempt=attempt), delay)
+            if self._closing.wait(delay):
+                return False
+            self._say(LinkState(state="connecting", since=since, why=why, attempt=attempt))
+            try:
+                host = self._dial()
+            except ConnectionFailed as error:
+                why, delay = str(error), min(2 * delay, self._longest_delay)
+                continue
+            except Exception as error:
+                self._give_up(error)
+                return False
+            return self._take(host)
+        raise AssertionError("unreachable")
+
+    def _say(self, state: LinkState, delay: float = 0.0) -> None:
+        with self._changed:
+            if not self._closing.is_set():
+                self._down, self._next = state, time.monotonic() + delay
+
+    def _take(self, host: Host) -> bool:
+        with self._changed:
+            if not self._closing.is_set():
+                self._host = host
+                self._changed.notify_all()
+                return True
+        host.close()
+        return False
+
+    def _give_up(self, error: Exception) -> None:
+        self._say(LinkState(state="failed", since=time.time(), why=str(error)))
+        with self._changed:
+            self._gave_up = error
+            self._changed.notify_all()
+        self.ended.set()
+
+
+def agent_command(python: str, payload_name: str, payload_size: int) -> list[str]:
+    """The command that becomes the agent on a host, with the payload on its stdin."""
+    return [python, "-u", "-c", bootstrap_source(), payload_name, str(payload_size)]
 
 
 def bootstrap_source() -> str:
@@ -204,7 +392,7 @@ def _pythons_on_path() -> list[str]:
 
 
 def _has_sglang(python: str) -> bool:
-    # Not an import: a folder called sglang in the folder one stands in, such as a checkout, would do for that.
+    # Not an import, which takes seconds; and not from the folder one stands in, which may be a checkout.
     probe = "from importlib.metadata import version; version('sglang')"
     try:
         return subprocess.run([python, "-c", probe], capture_output=True, timeout=20, cwd="/").returncode == 0

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 MOST = 16 << 20  # bytes in one answer
+COMPRESSED = (".gz", ".xz", ".zst", ".bz2")
 TAIL = 64  # bytes before the offset by which a log is known again
 
 
@@ -59,64 +60,71 @@ class LogCursor(msgspec.Struct):
         """Take in what was read."""
         if self.inode is not None and head.inode != self.inode:
             lost = None if head.previous is None else max(0, head.previous - self.offset)
-            return self._begin_anew(Step("rotated", lost=lost))
+            return self._begin_anew(head, Step("rotated", lost=lost))
         if head.size < self.offset or not data.startswith(self.tail):
-            return self._begin_anew(Step("truncated", lost=None))
+            return self._begin_anew(head, Step("truncated", lost=None))
         fresh = data[len(self.tail) :]
         self.inode = head.inode
         self.offset += len(fresh)
         self.tail = data[-TAIL:]
         return Step("continue", fresh)
 
-    def _begin_anew(self, step: Step) -> Step:
-        self.inode, self.offset, self.tail = None, 0, b""
+    def _begin_anew(self, head: PartHead, step: Step) -> Step:
+        self.inode, self.offset, self.tail = head.inode, 0, b""
         return step
 
 
-def read_part(
-    path: str, offset: int, most: int, inode: int | None = None, before: int = 0
-) -> tuple[PartHead, bytes]:
+def read_part(path: str, offset: int, most: int, inode: int | None = None, before: int = 0) -> tuple[PartHead, bytes]:
     """Up to `most` bytes of a log from `offset` on, behind the `before` bytes that stand in front of them.
 
     With `inode`, a log that was renamed is read on under its new name in the same folder, until it has no more bytes
-    and its successor has some: whoever writes it may never open the new one. Raises OSError.
+    and `path` has some: whoever writes it may never open the new one. Then comes what was written next, which is
+    another renamed log where it rotated more than once. Raises OSError.
     """
-    start, most = offset - before, before + min(most, MOST)
-    previous = None
-    if inode is not None and _inode(path) != inode and (renamed := _find(Path(path).parent, inode)):
-        previous = renamed.stat().st_size
-        if previous > offset or not _has_bytes(path):
-            return _read(renamed, start, most)
-    head, data = _read(path, start, most)
-    if head.inode != inode:
-        head.previous = previous
-    return head, data
-
-
-def _read(path: str | Path, start: int, most: int) -> tuple[PartHead, bytes]:
-    with open(path, "rb") as file:
+    place, previous = _place(Path(path), offset, inode)
+    with place.open("rb") as file:
         found = os.fstat(file.fileno())
-        file.seek(start)
-        return PartHead(found.st_size, found.st_ino), file.read(most)
+        file.seek(offset - before)
+        return PartHead(found.st_size, found.st_ino, previous), file.read(before + min(most, MOST))
 
 
-def _inode(path: str | Path) -> int | None:
+def _place(path: Path, offset: int, inode: int | None) -> tuple[Path, int | None]:
+    """The file to read from; where that is no longer the one of `inode`, also how large that one became, if known."""
+    renamed = None if inode in (None, _inode(path)) else _find(path.parent, inode)
+    if renamed is None:
+        return path, None
+    size = renamed.stat().st_size
+    if size > offset or not _size(path):
+        return renamed, None
+    later = _written_after(renamed, path)
+    if any(log.suffix in COMPRESSED for log in later):
+        return path, None
+    return (later or [path])[0], size
+
+
+def _inode(path: Path) -> int | None:
     try:
-        return os.stat(path).st_ino
+        return path.stat().st_ino
     except OSError:
         return None
 
 
-def _has_bytes(path: str) -> bool:
+def _size(path: Path) -> int:
     try:
-        return os.stat(path).st_size > 0
+        return path.stat().st_size
     except OSError:
-        return False
+        return 0
 
 
-def _find(folder: Path, inode: int) -> Path | None:
-    """The file of that inode in `folder`."""
-    try:
-        return next((entry for entry in folder.iterdir() if _inode(entry) == inode and entry.is_file()), None)
-    except OSError:
-        return None
+def _find(folder: Path, inode: int | None) -> Path | None:
+    """The file of that inode in `folder`. Raises OSError where there is no such folder."""
+    return next((entry for entry in folder.iterdir() if _inode(entry) == inode and entry.is_file()), None)
+
+
+def _written_after(renamed: Path, path: Path) -> list[Path]:
+    """Logs of the same name as `path` that were written after `renamed` and before `path`, in that order."""
+    siblings = [
+        (entry.stat().st_mtime_ns, entry) for entry in path.parent.iterdir() if entry.name.startswith(path.name)
+    ]
+    since = renamed.stat().st_mtime_ns
+    return [entry for written, entry in sorted(siblings) if written > since and entry not in (renamed, path)]

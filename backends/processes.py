@@ -6,6 +6,7 @@ memory, which a process that hangs in a driver may hold locked: it is read once 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -167,6 +168,19 @@ def read_stat(pid: int) -> Stat:
 def read_argv(pid: int) -> list[str]:
     """A process's command line, empty for a zombie or a kernel thread. Raises OSError where there is no process."""
     return [word.decode(errors="replace") for word in _read(f"/proc/{pid}/cmdline").split(b"\0") if word]
+
+
+def open_files(pid: int) -> set[str]:
+    """What a process has open, as in `/dev/nvidia0`; empty where there is none, or it is not ours to look at."""
+    folder = f"/proc/{pid}/fd"
+    found = set()
+    try:
+        for entry in os.listdir(folder):
+            with contextlib.suppress(OSError):  # closed since
+                found.add(os.readlink(f"{folder}/{entry}"))
+    except OSError:
+        pass
+    return found
 
 
 def title(argv: list[str], name: str) -> str:

@@ -44,7 +44,7 @@ RUN_VARIABLE = "LAYERTAP_RUN"
 ASK_SECONDS = 20.0  # after the polite request, before whatever is left is ended
 TERM_SECONDS = 5.0
 KILL_SECONDS = 10.0
-PORT_SECONDS = 5.0
+PORT_SECONDS = 2.0
 NOT_RUNNING = "it was not running"
 START_SECONDS = 30.0  # without a run.json for longer, its supervisor died before it could write one
 

@@ -18,7 +18,7 @@ FAKE_SGLANG = Path(__file__).parent / "fake"
 SLEEP = ["/bin/sleep", "600"]
 
 
-def until(true: Callable[[], Any], what: str = "", seconds: float = 60.0) -> Any:
+def until(true: Callable[[], Any], what: str = "", seconds: float = 30.0) -> Any:
     """Wait for a condition; returns what it came to. The time-out is for a machine that is stuck."""
     deadline = time.monotonic() + seconds
     while not (found := true()):

@@ -41,7 +41,9 @@ def layertap(environment: dict[str, str], home: Path) -> Callable[..., Ran]:
 
     def run(*words: object, **env: str) -> Ran:
         argv = [str(LAYERTAP), *map(str, words)]
-        return subprocess.run(argv, capture_output=True, text=True, env=environment | env, cwd=home, check=False)
+        return subprocess.run(
+            argv, capture_output=True, text=True, env=environment | env, cwd=home, check=False, timeout=120
+        )
 
     return run
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import ROOT, gone, until
+from helpers import FAKE_SGLANG, ROOT, gone, until
 
 from backends import host, payload
 from backends.errors import ConnectionFailed, NotReady, OurBug, RunDied, UsageError
@@ -337,11 +337,9 @@ def test_the_environment_beside_the_consoles_comes_next(home: Path, monkeypatch:
 
 
 def test_else_the_first_on_path_that_has_sglang(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder called sglang in the folder one stands in, such as a checkout, is not an SGLang."""
-    (home / "sglang").mkdir()
-    (home / "sglang" / "__init__.py").touch()
+    """A checkout in the folder one stands in is not an SGLang of that Python."""
     (home / "bin").mkdir()
-    monkeypatch.chdir(home)
+    monkeypatch.chdir(FAKE_SGLANG)
     monkeypatch.setattr(sys, "prefix", str(home / "elsewhere"))
     monkeypatch.setenv("PATH", f"{home}/bin")
     with pytest.raises(ConnectionFailed) as failed:

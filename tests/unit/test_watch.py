@@ -321,6 +321,7 @@ def test_health_is_asked_seldom_once_it_is_good(
     monkeypatch.setattr(watch, "HEALTH_PAUSE", 600.0)
     health = Health(port)
     assert [health.ask() for _ in range(50)] == [200] * 50  # the first call waits for its answer
+    until(lambda: not health._asking)
     assert Answer.asked == ["/health"]
     monkeypatch.setattr(watch, "HEALTH_PAUSE", 0.0)
     until(lambda: health.ask() == 200 and len(Answer.asked) > 2)

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from capture import code_hash, dump
 from capture.layers import Layers
-from capture.tap import SETTINGS_VARIABLE
 
 WORDS = os.environ.get("FAKE", "").split()
 READY = "The server is fired up and ready to roll!"
@@ -29,7 +28,7 @@ def log(text: str) -> None:
 
 
 def write_tap(model: str) -> None:
-    folder = Path(json.loads(os.environ[SETTINGS_VARIABLE])["dump_dir"])
+    folder = Path(json.loads(os.environ["LAYERTAP_TAP"])["dump_dir"])
     layers = Layers(boundaries=[3], outputs=[2], serve_ids=[3], serve_ids_elsewhere=[], asked="outputs of layers 2")
     state = dump.TapState(
         code=code_hash(),

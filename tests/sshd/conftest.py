@@ -1,0 +1,97 @@
+"""Servers, relays and users for the tests over SSH. Without OpenSSH they are skipped, and say so."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from sshd import SYSTEM_FOLDERS, Keys, Relay, Sshd, User
+
+ROOT = os.geteuid() == 0
+
+
+def need(program: str, package: str) -> str:
+    """A program's path; installed on a Debian that belongs to us, else the test is skipped."""
+    if not (found := shutil.which(program, path=SYSTEM_FOLDERS)) and ROOT and shutil.which("apt-get"):
+        subprocess.run(["apt-get", "install", "-y", "-qq", package], capture_output=True, check=False)
+        found = shutil.which(program, path=SYSTEM_FOLDERS)
+    return found or pytest.skip(f"there is no {program} here: install {package}")
+
+
+@pytest.fixture(scope="session")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    need("ssh-keygen", "openssh-client")
+    return Keys(tmp_path_factory.mktemp("keys"))
+
+
+@pytest.fixture
+def start_sshd(tmp_path: Path, keys: Keys) -> Iterator[Callable[..., Sshd]]:
+    """Starts a server; options of sshd_config by name, and what its sessions find in the environment."""
+    need("sshd", "openssh-server")
+    if ROOT:
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+    started: list[Sshd] = []
+
+    def start(*, environment: dict[str, str] | None = None, **options: str) -> Sshd:
+        started.append(Sshd(tmp_path / f"sshd{len(started)}", keys, options, environment or {}))
+        return started[-1]
+
+    yield start
+    for sshd in started:
+        sshd.stop()
+
+
+@pytest.fixture
+def sshd(start_sshd: Callable[..., Sshd]) -> Sshd:
+    return start_sshd()
+
+
+@pytest.fixture
+def relay(sshd: Sshd) -> Iterator[Relay]:
+    made = Relay(sshd.port)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def user() -> Iterator[User]:
+    """Somebody with a password and a login shell of his own."""
+    if not ROOT:
+        pytest.skip("needs root, to make a user")
+    with tempfile.TemporaryDirectory(prefix="layertap-") as folder:
+        os.chmod(folder, 0o755)
+        made = User(Path(folder) / "home")
+        try:
+            yield made
+        finally:
+            made.delete()
+
+
+@pytest.fixture(scope="session")
+def users_python(user: User) -> tuple[str, str]:
+    """A Python that this user may run, and the PYTHONPATH with which it has what SGLang's environment has."""
+    packages = user.home.parent / "packages"
+    for name in ("msgspec", "psutil"):
+        spec = importlib.util.find_spec(name)
+        assert spec and spec.origin
+        shutil.copytree(Path(spec.origin).parent, packages / name)
+    for python in (sys.executable, "/usr/bin/python3"):
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            subprocess.run(
+                [python, "-c", "import sys; assert sys.version_info >= (3, 11); import msgspec, psutil"],
+                user=user.name,
+                env={"PYTHONPATH": str(packages)},
+                cwd="/",
+                check=True,
+                capture_output=True,
+            )
+            return python, str(packages)
+    return pytest.skip("no Python here can be run by another user")
