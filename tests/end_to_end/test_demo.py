@@ -13,7 +13,7 @@ from conftest import Layertap
 def demo(layertap: Layertap) -> Path:
     output = layertap.folder / "layertap-demo"
     output.mkdir()
-    (output / "manifest.json").write_text("{}")  # an earlier demo, to be replaced
+    (output / "manifest.json").write_text('{"profile": "embedded-llama"}')  # an earlier demo, to be replaced
     (output / "stale").touch()
     said = layertap("demo").splitlines()
     assert said[-1].startswith("demo: 24 samples written, 24 verified, 0 failed; native and specforge in ")
