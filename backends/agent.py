@@ -81,6 +81,12 @@ class Agent:
         """CPU, memory, disks, GPUs and live runs now, with processes and dumps of one run; may be asked at 5 Hz."""
         return self.sampler.sample(run_id, paths)
 
+    def free_port(self) -> int:
+        """A port of the loopback address that nobody listens on now."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return int(probe.getsockname()[1])
+
     def launch(self, launching: dict[str, Any]) -> dict[str, Any]:
         """Launch a server; answers once its process runs, not when it is ready."""
         run = launch(self.runs, self.payload, msgspec.convert(launching, Launching), sglang_version())

@@ -35,7 +35,7 @@ ENDED = "the agent ended"
 FIRST_DELAY = 0.5  # seconds before a broken link is dialled again; doubles up to the longest
 LONGEST_DELAY = 15.0
 # Requests that change nothing: asking one of them twice is safe.
-READING = frozenset({"hello", "read", "all", "run", "server", "status", "extraction", "drawing", "exists"})
+READING = frozenset({"hello", "read", "all", "run", "server", "status", "extraction", "sample", "free_port"})
 
 
 class LinkState(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,8 +66,11 @@ class Host(Protocol):
         Raises the LayertapError that the agent met, or ConnectionFailed where it does not answer in `seconds`.
         """
 
-    def read(self, path: str, offset: int, most: int = 1 << 20) -> tuple[dict[str, Any], bytes]:
-        """Bytes of a file from `offset` on, with `{"size", "inode"}` of the file as it is now."""
+    def read(self, path: str, offset: int, most: int = 1 << 20, **rotating: Any) -> tuple[dict[str, Any], bytes]:
+        """Bytes of a file from `offset` on, with `{"size", "inode"}` of the file as it is now.
+
+        `rotating` is what a `backends.logs.LogCursor` asks beside the offset.
+        """
 
     def close(self) -> None:
         """End the agent; runs go on."""
@@ -124,9 +127,9 @@ class AgentLink:
         """See `Host`."""
         return self._ask(method, seconds, parameters)[0].get("result")
 
-    def read(self, path: str, offset: int, most: int = 1 << 20) -> tuple[dict[str, Any], bytes]:
+    def read(self, path: str, offset: int, most: int = 1 << 20, **rotating: Any) -> tuple[dict[str, Any], bytes]:
         """See `Host`."""
-        head, body = self._ask("read", REQUEST_SECONDS, {"path": path, "offset": offset, "most": most})
+        head, body = self._ask("read", REQUEST_SECONDS, {"path": path, "offset": offset, "most": most, **rotating})
         return head["result"], body
 
     def _ask(self, method: str, seconds: float, parameters: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
@@ -261,10 +264,10 @@ class Reconnecting:
             lambda host, left: host.request(method, seconds=left, **parameters),
         )
 
-    def read(self, path: str, offset: int, most: int = 1 << 20) -> tuple[dict[str, Any], bytes]:
+    def read(self, path: str, offset: int, most: int = 1 << 20, **rotating: Any) -> tuple[dict[str, Any], bytes]:
         """See `Host`; asked again where the link breaks over it."""
         found: tuple[dict[str, Any], bytes] = self._ask(
-            "read", REQUEST_SECONDS, True, lambda host, _: host.read(path, offset, most)
+            "read", REQUEST_SECONDS, True, lambda host, _: host.read(path, offset, most, **rotating)
         )
         return found
 

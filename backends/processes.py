@@ -194,8 +194,9 @@ def title(argv: list[str], name: str) -> str:
     if "::" in argv[0]:
         return argv[0].strip()
     program = os.path.basename(argv[0])
-    if program.startswith("python") and "-m" in argv[1:-1]:
-        return f"{program} -m {argv[argv.index('-m') + 1]}"
+    options = list(itertools.takewhile(lambda word: word.startswith("-"), argv[1:]))
+    if program.startswith("python") and options[-1:] == ["-m"] and len(argv) > len(options) + 1:
+        return f"{program} -m {argv[len(options) + 1]}"
     return program
 
 

@@ -69,7 +69,8 @@ class DumpSample(msgspec.Struct):
 
     `states`: done and failed, from dumps.jsonl. The rates are those of the last seconds. `on_disk` counts the requests
     whose folder is there now. `seconds_to_full` is None also while space does not shrink, or hardly. `seen` (requests
-    by class) and all that follows come from tap.json; `error` says why one of the two could not be read.
+    by class) and all that follows come from tap.json; `error` says why one of the two could not be read. Where that is
+    dumps.jsonl, `states` counts too few.
     """
 
     states: dict[str, Settled]
@@ -293,6 +294,7 @@ class DumpWatch:
         self._journal = Journal(folder)
         self._states = {"done": Settled(), "failed": Settled()}
         self._paces: deque[Pace] = deque()
+        self._broken: str | None = None
 
     def look(self) -> DumpSample | None:
         """The folder now; None while there is none."""
@@ -300,7 +302,7 @@ class DumpWatch:
             links, disk = os.stat(self._folder).st_nlink, os.statvfs(self._folder)
         except OSError:
             return None
-        error = self._count()
+        self._count()
         tap, tap_error = self._tap()
         free = disk.f_bavail * disk.f_frsize
         first, last = self._pace(free)
@@ -318,18 +320,17 @@ class DumpWatch:
             slots_free=tap.slots_free if tap else None,
             writer_pid=tap.writer_pid if tap else None,
             writers_lost=tap.writers_lost if tap else None,
-            error=error or tap_error,
+            error=self._broken or tap_error,
         )
 
-    def _count(self) -> str | None:
+    def _count(self) -> None:
         try:
             for line in self._journal.read():
                 settled = self._states.setdefault(line.state, Settled())
                 settled.requests += 1
                 settled.bytes += line.bytes
         except DumpError as error:
-            return str(error)
-        return None
+            self._broken = str(error)
 
     def _tap(self) -> tuple[TapState | None, str | None]:
         try:

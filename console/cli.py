@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -37,6 +36,10 @@ ROWS = Group("Rows", help="How rows are read.")
 class Common:
     """Options of every verb."""
 
+    host: Annotated[str, Parameter(env_var="LAYERTAP_HOST")] = "local"
+    """Host: what one would say to `ssh`, or a [host.NAME] of layertap.toml; paths are then that host's."""
+    accept_new_host_key: str | None = None
+    """Fingerprint (SHA256:...) of a host key that is not known yet and is right."""
     python: Annotated[str | None, Parameter(env_var="LAYERTAP_PYTHON")] = None
     """SGLang's Python on the host."""
     config: Annotated[Path | None, Parameter(env_var="LAYERTAP_CONFIG")] = None
@@ -187,6 +190,21 @@ def logs(
 
 
 @app.command
+def hosts(*, common: Common = COMMON) -> int:
+    """List the hosts that --host takes, and how each is: reached or not, its SGLang, its GPUs."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from console import config, headless, words
+    from console.hosts import known, look
+
+    loaded = config.load(common.config)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda name: look(name, loaded, common.python), known(loaded)))
+    headless.out({"schema": 1, "hosts": found}, common.json, words.hosts)
+    return ExitCode.OK
+
+
+@app.command
 def runs(*, common: Common = COMMON) -> int:
     """List the runs of the host, the newest first."""
     from console import headless
@@ -279,10 +297,10 @@ def plan(
 
     with _session(common) as session:
         job = {
-            "rows": _path(rows),
-            "output": _path(output) if output else None,
+            "rows": _path(rows, common),
+            "output": _path(output, common) if output else None,
             "formats": _formats(format, session),
-            "model": model and _path(Path(model)),
+            "model": model and _path(Path(model), common),
             "layers": layers,
             "trust_remote_code": trust_remote_code,
             "options": _row_options(options, session),
@@ -320,13 +338,13 @@ def extract(
     from console import headless
 
     with _session(common) as session:
-        place = _path(output)
+        place = _path(output, common)
         run = session.extraction(place)
         if run is not None and run["state"] in ("running", "starting"):
             headless.say(f"attached to {run['id']}, which writes to {place} already")
         else:
             job = {
-                "rows": _path(rows),
+                "rows": _path(rows, common),
                 "output": place,
                 "formats": _formats(format, session),
                 "options": _row_options(options, session),
@@ -379,7 +397,9 @@ def verify(dataset: Path, *, common: Common = COMMON) -> int:
             yield f"  sample {failure['sample']}{where}: {failure['reason']}"
 
     with _session(common) as session:
-        run = headless.follow_job(session, session.start("verify", {"output": _path(dataset)})["id"], words.verifying)
+        run = headless.follow_job(
+            session, session.start("verify", {"output": _path(dataset, common)})["id"], words.verifying
+        )
         code, result = headless.finish_job(session, run)
         headless.out(result, common.json, lines)
         return code
@@ -402,8 +422,8 @@ def demo(
     from console import headless, words
 
     with _session(common) as session:
-        place = _path(output)
-        merged = session.plan_launch(profile, None, _free_port(), sglang.Overrides())
+        place = _path(output, common)
+        merged = session.plan_launch(profile, None, session.host.request("free_port"), sglang.Overrides())
         session.host.request("remove_demo", path=place)
         server = session.launch(merged, _layers({}, merged.layers))
         headless.say(f"launched {server['id']} ({profile}, SGLang {server['sglang']}) on port {server['port']}")
@@ -422,6 +442,7 @@ def demo(
                 "allow_volatile": True,
             }
             run = session.start("extract", job, server["port"])
+            headless.say(f"extracting: {run['id']}")
             _, drawn = headless.finish_job(session, headless.follow_job(session, run["id"], words.progress))
             check = session.start("verify", {"output": place})
             _, report = headless.finish_job(session, headless.follow_job(session, check["id"], words.verifying))
@@ -450,18 +471,20 @@ def demo(
 
 @contextmanager
 def _session(common: Common) -> Iterator[Session]:
-    """A session with this machine."""
-    from backends.host import LocalHost, find_python
+    """A session with the host that is meant."""
     from backends.sglang import load_profiles
     from console import config
+    from console.hosts import connect
     from console.session import Session
 
     loaded = config.load(common.config)
-    local = loaded.host.get("local", config.HostConfig())
     profiles = load_profiles(loaded.profile)
-    host = LocalHost(find_python(common.python or local.python))
+    host = connect(common.host, loaded, common.python, common.accept_new_host_key)
     try:
-        yield Session(host, profiles, local.dump_dir, loaded.extract)
+        for note in host.state.notes:
+            sys.stderr.write(f"layertap: {note}\n")
+        dump_dir = loaded.host.get(common.host, config.HostConfig()).dump_dir
+        yield Session(host, profiles, dump_dir, loaded.extract)
     finally:
         host.close()
 
@@ -527,15 +550,9 @@ def _shown_launch(merged: Any, layers: str) -> dict[str, Any]:
     }
 
 
-def _path(path: Path) -> str:
-    """A path of this machine, absolute: the agent stands elsewhere."""
-    return os.path.abspath(path.expanduser())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _path(path: Path, common: Common) -> str:
+    """A path as the host takes it: absolute on this machine, where the agent stands elsewhere; else as it was given."""
+    return os.path.abspath(path.expanduser()) if common.host == "local" else str(path)
 
 
 def main() -> None:

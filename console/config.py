@@ -13,9 +13,17 @@ from backends.errors import UsageError
 
 
 class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[host.NAME]`: SGLang's Python there, and where the dumps go (a folder on tmpfs)."""
+    """`[host.NAME]`; NAME is what `--host` takes.
 
+    `ssh` is what one would say to `ssh`, NAME itself without it, and `ssh_config` a file for its `-F`; `python` is
+    SGLang's Python there, `exec_prefix` what stands before it (`["docker", "exec", "-i", "sglang"]`), `dump_dir` where
+    the dumps go (a folder on tmpfs).
+    """
+
+    ssh: str | None = None
+    ssh_config: str | None = None
     python: str | None = None
+    exec_prefix: list[str] = []
     dump_dir: str | None = None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from backends.errors import OurBug, RunDied, by_code
+from backends.logs import LogCursor
 from backends.sglang import mask_text
 from console import words
 from console.session import Session
@@ -97,19 +98,20 @@ def finish_job(session: Session, run: dict[str, Any]) -> tuple[int, Any]:
         how = f"by signal {ended['signal']}" if ended else "and could not write down how"
         raise RunDied(f"the run {run['id']} was ended {how}; give the same command again, nothing is lost")
     if result is None:
-        found, _ = session.host.read(run["log"], 0, 0)
-        _, log = session.log(run["log"], max(0, found["size"] - LOG_SHOWN))
-        raise OurBug(f"the run {run['id']} failed:\n{mask_text(log.decode(errors='replace').strip())}")
+        raise OurBug(f"the run {run['id']} failed:\n{mask_text(session.log_end(run['log'], LOG_SHOWN).strip())}")
     return code, result
 
 
 def follow_log(session: Session, path: str, follow: bool) -> Iterator[bytes]:
-    """A log's bytes from its start; with `follow` for as long as one reads."""
-    offset = 0
+    """A log's bytes from its start; with `follow` for as long as one reads. Bytes that are gone are said."""
+    cursor = LogCursor()
     while True:
-        offset, data = session.log(path, offset)
-        if data:
-            yield data
+        step = session.log(path, cursor)
+        if step.kind != "continue":
+            lost = "an unknown number of" if step.lost is None else f"{step.lost:,}"
+            say(f"the log was {step.kind}, {lost} bytes of it are gone")
+        elif step.data:
+            yield step.data
         elif not follow:
             return
         else:

@@ -12,6 +12,7 @@ from backends import sglang
 from backends.errors import NotReady, RunDied, UsageError
 from backends.host import Host
 from backends.launch import Launching
+from backends.logs import LogCursor, PartHead, Step
 from capture.layers import LayerChoice
 from console.config import ExtractConfig
 
@@ -116,10 +117,16 @@ class Session:
         """Stop a run and what draws from it; the answer names what is left."""
         return self._dict(self.host.request("stop", seconds=120, run_id=run_id, why=why))
 
-    def log(self, path: str, offset: int, most: int = 1 << 20) -> tuple[int, bytes]:
-        """Bytes of a log from `offset` on, and where the next ones begin."""
-        _, data = self.host.read(path, offset, most)
-        return offset + len(data), data
+    def log(self, path: str, cursor: LogCursor, most: int = 1 << 20) -> Step:
+        """What stands in a log behind `cursor`, which moves on; the same bytes never twice, and none left out."""
+        head, data = self.host.read(path, most=most, **cursor.asks)
+        return cursor.advance(msgspec.convert(head, PartHead), data)
+
+    def log_end(self, path: str, most: int) -> str:
+        """The last `most` bytes of a log as text."""
+        head, _ = self.host.read(path, 0, 0)
+        _, data = self.host.read(path, max(0, head["size"] - most), most)
+        return data.decode(errors="replace")
 
     def snapshot(self, port: int | None = None) -> dict[str, Any]:
         """Everything that there is to show; None where unknown, no units inside strings."""
@@ -130,6 +137,7 @@ class Session:
         return {
             "schema": SCHEMA,
             "at": time.time(),
+            "link": msgspec.to_builtins(self.host.state),
             "host": {key: self.hello[key] for key in ("host", "user", "python", "sglang", "cores")},
             "server": server,
             "dumps": server["dumps"] if server else None,

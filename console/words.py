@@ -188,3 +188,14 @@ def launch(merged: dict[str, Any]) -> Iterator[str]:
     width = min(60, max(len(text) for text, _ in lines))
     for text, why in lines:
         yield f"{text:<{width}}  # {why}"
+
+
+def hosts(made: dict[str, Any]) -> Iterator[str]:
+    """The known hosts, a line each."""
+    for host in made["hosts"]:
+        if host["state"] != "live":
+            yield f"! {host['name']:<20} {host['why']}"
+            continue
+        gpus = host["gpus"] or ["no GPU"]
+        kinds = ", ".join(f"{gpus.count(name)} x {name}" if host["gpus"] else name for name in dict.fromkeys(gpus))
+        yield f"+ {host['name']:<20} SGLang {host['sglang'] or 'not found'} · {kinds}"

@@ -16,6 +16,7 @@ from paramiko.pkey import PKey, PublicBlob
 
 from backends.errors import ConnectionFailed
 from backends.ssh.keys import (
+    CERTIFICATE,
     Certificate,
     PassphraseNeeded,
     UnusableKey,
@@ -212,7 +213,7 @@ class Login:
         self._transport.auth_timeout = PERSON_SECONDS
         try:
             for attempt in range(self._target.password_prompts):
-                conversation = _Conversation(self._who, ask, again=attempt > 0)
+                conversation = _Conversation(self._who, ask, self._failed, again=attempt > 0)
                 log_in = partial(self._transport.auth_interactive, self._target.user, conversation)
                 if (further := self._attempt("keyboard-interactive", log_in)) is not None:
                     return further
@@ -232,13 +233,17 @@ class _Agent(AgentSSH):
         self.connection.settimeout(AGENT_SECONDS)
         self.connection.connect(path)
         self._connect(self.connection)  # type: ignore[attr-defined]
+        for key in self.get_keys():
+            if key.get_name().endswith(CERTIFICATE):
+                # With it, paramiko makes of an RSA certificate the key that it is about.
+                key.inner_key = None  # type: ignore[attr-defined]
 
 
 class _Conversation:
     """Puts to a person what the host asks. Runs on paramiko's thread: what it raises ends the connection."""
 
-    def __init__(self, who: str, ask: Ask, *, again: bool) -> None:
-        self._who, self._ask, self._again = who, ask, again
+    def __init__(self, who: str, ask: Ask, failed: Callable[[str], Exception], *, again: bool) -> None:
+        self._who, self._ask, self._failed, self._again = who, ask, failed, again
         self.asked = False
 
     def __call__(self, title: str, instructions: str, prompts: list[tuple[str, bool]]) -> list[str]:
@@ -249,7 +254,7 @@ class _Conversation:
         self.asked = True
         answer = self._ask(Question("password", f"{self._who}: {prompt}", again=self._again))
         if answer is None:
-            raise ConnectionFailed(f"{self._who} was not let in: {prompt!r} was not answered")
+            raise self._failed(f"{prompt!r} was not answered")
         return answer
 
 

@@ -95,3 +95,22 @@ def users_python(user: User) -> tuple[str, str]:
             )
             return python, str(packages)
     return pytest.skip("no Python here can be run by another user")
+
+
+@pytest.fixture
+def users_sshd(
+    start_sshd: Callable[..., Sshd], user: User, users_python: tuple[str, str], keys: Keys
+) -> Callable[..., Sshd]:
+    """Starts a server on which `user` has the key `id`, a password, and a Python to be found."""
+    python, packages = users_python
+    authorized_keys = user.home.parent / "authorized_keys"  # read as the user
+    authorized_keys.write_text(keys.public("id").read_text())
+    environment = {
+        "XDG_STATE_HOME": f"{user.home}/state",
+        "XDG_CACHE_HOME": f"{user.home}/cache",
+        "PYTHONPATH": packages,
+        "LAYERTAP_PYTHON": python,
+    }
+    return lambda **options: start_sshd(
+        environment=environment, AuthorizedKeysFile=str(authorized_keys), **options
+    )

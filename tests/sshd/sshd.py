@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 from helpers import free_port, until
 
-from backends.ssh import SshHost
+from backends.ssh import Question, SshHost
 from backends.ssh_config import Target, resolve
 
 SYSTEM_FOLDERS = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin"])
@@ -38,10 +38,10 @@ class Keys:
             keygen("-q", "-t", kind, "-N", passphrase, "-C", name, "-f", path)
         return path
 
-    def certificate(self, name: str, *words: str) -> Path:
-        """A certificate of the authority `ca` for a key; `words` go to ssh-keygen."""
-        keygen("-q", "-s", self("ca"), "-I", name, *words, self.public(name))
-        return self.folder / f"{name}-cert.pub"
+    def certificate(self, path: Path, name: str, *words: str, authority: str = "ca") -> Path:
+        """A certificate for a key, put at `path`; `words` go to ssh-keygen."""
+        keygen("-q", "-s", self(authority), "-I", name, *words, self.public(name))
+        return (self.folder / f"{name}-cert.pub").replace(path)
 
     def public(self, name: str) -> Path:
         return self(name).with_name(f"{name}.pub")
@@ -88,6 +88,7 @@ class Sshd:
             "PermitRootLogin": "yes",
             "MaxStartups": "100",
             "PrintMotd": "no",
+            "LogLevel": "VERBOSE",
             "SetEnv": " ".join(f"{name}={value}" for name, value in environment.items()),
             **options,
         }
@@ -156,8 +157,9 @@ class Sshd:
                 process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        for process in [*self.process.children(recursive=True), self.process]:
-            with contextlib.suppress(psutil.NoSuchProcess):
+        """End the server and its connections."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in [*self.process.children(recursive=True), self.process]:
                 process.kill()
         self.process.wait()
 
@@ -230,6 +232,18 @@ class Relay:
             self.cut()
 
 
+class Answers:
+    """A person who gives these answers, the last one for ever, and remembers what was asked."""
+
+    def __init__(self, *answers: str | None) -> None:
+        self.answers = list(answers)
+        self.asked: list[Question] = []
+
+    def __call__(self, question: Question) -> str | None:
+        self.asked.append(question)
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
 class User:
     """A user of this machine for as long as the tests run; needs root. Deleted with everything that it runs."""
 
@@ -249,8 +263,11 @@ class User:
         until(lambda: not self._killed(), "its processes are gone")
         subprocess.run(["userdel", "-f", self.name], check=True, capture_output=True)
 
+    def processes(self) -> list[psutil.Process]:
+        return [process for process in psutil.process_iter(["username"]) if process.info["username"] == self.name]
+
     def _killed(self) -> list[psutil.Process]:
-        found = [process for process in psutil.process_iter(["username"]) if process.info["username"] == self.name]
+        found = self.processes()
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

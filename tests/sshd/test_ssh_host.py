@@ -269,8 +269,8 @@ def test_a_proxy_command(sshd: Sshd, tmp_path: Path) -> None:
 
 
 def test_a_proxy_command_that_fails(sshd: Sshd) -> None:
-    with pytest.raises(ConnectionFailed, match="^gpu: the ProxyCommand ended with 3: exit 3 # gpu$"):
-        sshd.connect("ProxyCommand exit 3 # %n")
+    with pytest.raises(ConnectionFailed, match="^gpu: the ProxyCommand ended with 3: sh -c 'exit 3' # gpu$"):
+        sshd.connect("ProxyCommand sh -c 'exit 3' # %n")
 
 
 def test_nobody_listens(sshd: Sshd) -> None:
@@ -380,8 +380,9 @@ def test_a_peer_that_freezes_before_it_has_said_anything(sshd: Sshd, relay: Rela
 
 
 def test_two_consoles_on_one_host(sshd: Sshd, closing: Callable[[SshHost], SshHost]) -> None:
+    target = sshd.target()
     with ThreadPoolExecutor(3) as pool:
-        hosts = list(pool.map(lambda _: closing(sshd.connect()), range(3)))
+        hosts = list(pool.map(lambda _: closing(SshHost(target, python=sys.executable)), range(3)))
     assert [host.request("hello")["payload"] for host in hosts] == [payload.pack()[0]] * 3
 
 

@@ -18,6 +18,16 @@ FAKE_SGLANG = Path(__file__).parent / "fake"
 SLEEP = ["/bin/sleep", "600"]
 
 
+class Clock:
+    """A time that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def until(true: Callable[[], Any], what: str = "", seconds: float = 30.0) -> Any:
     """Wait for a condition; returns what it came to. The time-out is for a machine that is stuck."""
     deadline = time.monotonic() + seconds

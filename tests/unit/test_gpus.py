@@ -14,21 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 from fake_nvml import FUNCTION_NOT_FOUND, LOST, NOT_SUPPORTED, UNINITIALIZED, Card, FakeNvml, process
-from helpers import ROOT, until
+from helpers import ROOT, Clock, until
 
 from backends import gpus
 from backends.gpus import Gpus, Namespace, Xid
 from backends.processes import open_files, title
-
-
-class Clock:
-    """A time that passes when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -348,6 +338,19 @@ def test_a_flood_of_xids(all_gpus: Gpus, nvml: FakeNvml) -> None:
     assert [xid.code for xid in all_gpus.sample().gpus[0].xid or []] == list(range(10, 60))
 
 
+def test_one_watcher_in_a_process(all_gpus: Gpus, nvml: FakeNvml, clock: Clock) -> None:
+    """Two would keep a core busy, inside NVML."""
+    all_gpus.sample()
+    second = Gpus(clock)
+    assert [gpu.xid for gpu in second.sample().gpus] == [None, None]
+    assert len(watchers()) == 1
+    second.close()
+    all_gpus.close()
+    until(lambda: not watchers())
+    clock.now += 10
+    assert [gpu.xid for gpu in all_gpus.sample().gpus] == [[], []]
+
+
 @pytest.mark.parametrize("call", ["nvmlEventSetCreate", "nvmlDeviceRegisterEvents"])
 def test_a_driver_that_tells_of_no_events(all_gpus: Gpus, nvml: FakeNvml, call: str) -> None:
     nvml.failing[call] = NOT_SUPPORTED
@@ -472,6 +475,7 @@ def test_a_namespace_of_its_own_is_told() -> None:
         (["python", "-c", "secret"], "python"),
         (["/usr/bin/curl", "-H", "Authorization: Bearer sk-1"], "curl"),
         (["python", "-m"], "python"),
+        (["python", "train.py", "-m", "secret"], "python"),
         ([], "kworker/0:1"),
     ],
 )  # fmt: skip
