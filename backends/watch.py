@@ -38,7 +38,7 @@ class ServerWatch:
         self.lock = threading.Lock()
 
     def look(self) -> dict[str, Any]:
-        """Phases, verdict with evidence, the tap's state and the dumps, as they are now."""
+        """Phases, verdict with evidence and the tap's state, as they are now."""
         with self.lock:
             log_age = self._read_log()
             tap, tap_error = self._tap()
@@ -52,7 +52,6 @@ class ServerWatch:
                 "verdict": msgspec.to_builtins(verdict),
                 "tap": msgspec.to_builtins(tap),
                 "layers": tap.layers.words() if tap and tap.layers else None,
-                "dumps": self._dumps(tap),
                 "log_lines": self.startup.lines,
                 "log_bytes": self.offset,
                 "health": evidence.health,
@@ -125,26 +124,6 @@ class ServerWatch:
                 continue
         self.known = {pid: self.known.get(pid, process) for pid, process in processes.items()}
         return ranks
-
-    def _dumps(self, tap: TapState | None) -> dict[str, Any] | None:
-        folder = self.run.spec.dump_dir
-        if tap is None or folder is None:
-            return None
-        try:
-            usage = psutil.disk_usage(folder)
-        except OSError:
-            return None
-        return {
-            "seen": tap.seen,
-            "failed": tap.failed,
-            "free_bytes": usage.free,
-            "total_bytes": usage.total,
-            "slots": tap.slots,
-            "slots_free": tap.slots_free,
-            "bytes_per_token": tap.bytes_per_token,
-            "writer_pid": tap.writer_pid,
-            "writers_lost": tap.writers_lost,
-        }
 
 
 class Health:

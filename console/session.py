@@ -134,13 +134,16 @@ class Session:
             server: dict[str, Any] | None = self.status(self.newest_server(port)["id"])
         except RunDied:
             server = None
+        sample = self.host.request("sample", run_id=server["id"] if server else None)
         return {
             "schema": SCHEMA,
             "at": time.time(),
             "link": msgspec.to_builtins(self.host.state),
-            "host": {key: self.hello[key] for key in ("host", "user", "python", "sglang", "cores")},
+            "host": {key: self.hello[key] for key in ("host", "user", "python", "sglang")} | sample["host"],
+            "gpus": sample["gpus"],
             "server": server,
-            "dumps": server["dumps"] if server else None,
+            "processes": sample["processes"],
+            "dumps": sample["dumps"],
             "extraction": self.extraction(),
         }
 

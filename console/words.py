@@ -66,12 +66,52 @@ def server(status: dict[str, Any]) -> Iterator[str]:
 
 def dumps(dump: dict[str, Any]) -> str:
     """The dumps in one line."""
-    seen = dump["seen"]
-    return (
-        f"  dumps: ours {seen['ours']} · warm-up {seen['warm_up']} · health {seen['health']} · "
-        f"strangers {seen['stranger']} · failed {dump['failed']} · {size(dump['bytes_per_token'])} a token · "
-        f"arena {dump['slots_free']} of {dump['slots']} slots free · {size(dump['free_bytes'])} free"
-    )
+    seen = dump["seen"] or {}
+    states = dump["states"]
+    parts = [
+        " · ".join(f"{name.replace('_', '-')} {count}" for name, count in seen.items()),
+        f"done {states['done']['requests']} · failed {states['failed']['requests']}",
+        f"{size(dump['bytes_per_second'])}/s" if dump["bytes_per_second"] else "",
+        f"arena {dump['slots_free']} of {dump['slots']} slots free" if dump["slots"] is not None else "",
+        f"{size(dump['free_bytes'])} free",
+        f"full in {duration(dump['seconds_to_full'])}" if dump["seconds_to_full"] is not None else "",
+        dump["error"] or "",
+    ]
+    return "  dumps: " + " · ".join(part for part in parts if part)
+
+
+def gpus(sample: dict[str, Any]) -> Iterator[str]:
+    """A line a GPU; none where there is no GPU, why where it cannot be told."""
+    if sample["state"] not in ("ok", "no_gpu", "no_nvml"):
+        yield f"GPUs: {sample['why']}"
+    for gpu in sample["gpus"]:
+        if gpu["error"]:
+            yield f"! GPU {gpu['index']}: {gpu['error']}"
+            continue
+        troubles = [*(gpu["throttle"] or []), *(f"XID {xid['code']}" for xid in gpu["xid"] or [])]
+        parts = [
+            gpu["name"] or "?",
+            f"{_number(gpu['utilisation_percent'])} %",
+            f"{size(gpu['memory_used_bytes'])} of {size(gpu['memory_total_bytes'])}",
+            f"{_number(gpu['power_watts'])} of {_number(gpu['power_limit_watts'])} W",
+            f"{_number(gpu['temperature_c'])} °C",
+            *troubles,
+        ]
+        yield f"{'!' if troubles else ' '} GPU {gpu['index']}: " + " · ".join(parts)
+
+
+def link(state: dict[str, Any]) -> Iterator[str]:
+    """How the link is, where it is not simply live."""
+    if state["state"] == "live":
+        return
+    since = f" for {duration(time.time() - state['since'])}"
+    attempt = f", attempt {state['attempt']}" if state["attempt"] else ""
+    following = f", next in {duration(state['next_in'])}" if state["next_in"] is not None else ""
+    yield f"! link {state['state']}{since}{attempt}{following}{': ' + state['why'] if state['why'] else ''}"
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None else f"{value:.0f}"
 
 
 def extraction(run: dict[str, Any]) -> Iterator[str]:
@@ -110,6 +150,8 @@ def snapshot(now: dict[str, Any]) -> Iterator[str]:
     """A snapshot in lines."""
     host = now["host"]
     yield f"{host['user']}@{host['host']} · {time.strftime('%H:%M:%S', time.localtime(now['at']))}"
+    yield from link(now["link"])
+    yield from gpus(now["gpus"])
     if now["server"] is None:
         yield "no server of ours ever ran here"
     else:

@@ -155,23 +155,71 @@ def test_every_verdict_has_a_sign_of_its_own(verdict: str, sign: str) -> None:
 
 
 DUMPS = {
-    "seen": {"ours": 1200, "warm_up": 1, "health": 17, "stranger": 2},
-    "failed": 3,
+    "states": {"done": {"requests": 1197, "bytes": 86_000_000_000}, "failed": {"requests": 3, "bytes": 0}},
+    "requests_per_second": 6.0,
+    "bytes_per_second": 430_000_000.0,
+    "on_disk": 2,
     "free_bytes": 48_600_000_000,
     "total_bytes": 64_000_000_000,
+    "seconds_to_full": 113.0,
+    "seen": {"ours": 1200, "warm_up": 1, "health": 17, "stranger": 2},
+    "reserve": 16_777_216,
     "slots": 4,
     "slots_free": 3,
-    "bytes_per_token": 71_680,
     "writer_pid": 7,
     "writers_lost": 0,
+    "error": None,
 }
 
 
 def test_dumps() -> None:
     assert words.dumps(DUMPS) == (
-        "  dumps: ours 1200 · warm-up 1 · health 17 · strangers 2 · failed 3 · 71.7 kB a token · arena 3 of 4 slots free · "
-        "48.6 GB free"
+        "  dumps: ours 1200 · warm-up 1 · health 17 · stranger 2 · done 1197 · failed 3 · 430 MB/s · "
+        "arena 3 of 4 slots free · 48.6 GB free · full in 113 s"
     )
+
+
+def test_dumps_of_which_little_is_known() -> None:
+    unknown = dict.fromkeys(("seen", "slots", "slots_free", "bytes_per_second", "seconds_to_full"))
+    assert words.dumps(DUMPS | unknown | {"error": "tap.json: not there"}) == (
+        "  dumps: done 1197 · failed 3 · 48.6 GB free · tap.json: not there"
+    )
+
+
+GPU = {
+    "index": 2,
+    "error": None,
+    "name": "RTX PRO 6000",
+    "utilisation_percent": 97,
+    "memory_used_bytes": 88_000_000_000,
+    "memory_total_bytes": 95_600_000_000,
+    "power_watts": 409.4,
+    "power_limit_watts": 600.0,
+    "temperature_c": 84,
+    "throttle": [],
+    "xid": [],
+}
+
+
+def test_gpus_with_what_is_wrong_marked_by_a_sign() -> None:
+    troubled = GPU | {"index": 3, "throttle": ["thermal"], "xid": [{"code": 79, "at": 1.0}], "power_watts": None}
+    lost = GPU | {"index": 4, "error": "GPU is lost"}
+    assert list(words.gpus({"state": "ok", "why": None, "gpus": [GPU, troubled, lost]})) == [
+        "  GPU 2: RTX PRO 6000 · 97 % · 88 GB of 95.6 GB · 409 of 600 W · 84 °C",
+        "! GPU 3: RTX PRO 6000 · 97 % · 88 GB of 95.6 GB · ? of 600 W · 84 °C · thermal · XID 79",
+        "! GPU 4: GPU is lost",
+    ]
+
+
+def test_a_host_without_gpus_is_no_error() -> None:
+    assert list(words.gpus({"state": "no_gpu", "why": "NVML sees none", "gpus": []})) == []
+    assert list(words.gpus({"state": "error", "why": "driver mismatch", "gpus": []})) == ["GPUs: driver mismatch"]
+
+
+def test_a_link_that_is_not_live() -> None:
+    state = {"since": time.time() - 29.5, "why": "cut", "attempt": 3, "next_in": 3.2, "state": "reconnecting"}
+    assert list(words.link(state)) == ["! link reconnecting for 30 s, attempt 3, next in 4 s: cut"]
+    assert list(words.link(state | {"state": "live"})) == []
 
 
 def progress(**known: Any) -> dict[str, Any]:
@@ -232,10 +280,13 @@ def test_an_extraction() -> None:
 def test_a_snapshot() -> None:
     at = time.mktime((2026, 1, 1, 12, 34, 56, 0, 0, -1))
     now = {"at": at, "host": {"user": "ada", "host": "gpu-7"}, "server": None, "dumps": None, "extraction": None}
-    assert list(words.snapshot(now)) == ["ada@gpu-7 · 12:34:56", "no server of ours ever ran here"]
+    now |= {"link": {"state": "live"}, "gpus": {"state": "ok", "why": None, "gpus": [GPU]}}
+    (gpu,) = words.gpus(now["gpus"])
+    assert list(words.snapshot(now)) == ["ada@gpu-7 · 12:34:56", gpu, "no server of ours ever ran here"]
     now |= {"server": server(), "dumps": DUMPS, "extraction": extraction()}
     assert list(words.snapshot(now)) == [
         "ada@gpu-7 · 12:34:56",
+        gpu,
         *words.server(server()),
         words.dumps(DUMPS),
         "extraction extract-1: running -> /data",
