@@ -23,13 +23,14 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from backends import runs
+from backends import payloads, runs
 from backends.errors import ExitCode, LayertapError, UsageError
 from backends.frames import FrameError, pack, read_frame
 from backends.jobs import JOBS, refuse_second, start_job
 from backends.launch import Launching, launch
 from backends.logs import PartHead, read_part
 from backends.sample import Sampler
+from backends.survival import danger
 from backends.watch import ServerWatch
 
 AT_ONCE = 32
@@ -63,6 +64,7 @@ class Agent:
             "home": str(Path.home()),
             "state": str(self.runs.state),
             "cores": os.cpu_count(),
+            "danger": danger(),
         }
 
     def read(
@@ -197,6 +199,7 @@ def serve(payload: str) -> None:
     to_console = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a stray print must not land between frames
     agent = Agent(Path(payload))
+    threading.Thread(target=payloads.prune, args=(Path(payload), agent.runs), daemon=True).start()
     lock = threading.Lock()
     pool = ThreadPoolExecutor(AT_ONCE)
     try:

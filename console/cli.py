@@ -114,6 +114,8 @@ def launch(
             shown = _shown_launch(merged, layers.words())
             headless.out(shown, common.json, words.launch)
             return ExitCode.OK
+        if danger := session.hello["danger"]:
+            headless.say(f"warning: {danger}")
         run = session.launch(merged, layers)
         headless.say(f"launched {run['id']} on port {port}; its log is {run['log']}")
         if detach:
