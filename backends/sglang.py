@@ -178,7 +178,7 @@ def resolve(
     fixed = [
         served,
         Line("host", host, "loopback only: whoever reaches the port can use the server", "layertap"),
-        Line("port", port, "", "layertap"),
+        Line("port", port, "one server a port; --port chooses another", "layertap"),
     ]
     return Launch(
         profile=profile_name,
@@ -363,10 +363,10 @@ def _check_loopback(host: str) -> None:
 
 def _model_line(model: str | None, lineage: Sequence[Profile]) -> Line:
     if model:
-        return Line("model-path", model, "", COMMAND_LINE)
+        return Line("model-path", model, "the model whose states are drawn", COMMAND_LINE)
     for profile in reversed(lineage):
         if profile.model:
-            return Line("model-path", profile.model, "", profile.name)
+            return Line("model-path", profile.model, "the model whose states are drawn", profile.name)
     raise ProfileError(f"profile {lineage[-1].name} names no model: give --model, or model in the profile")
 
 

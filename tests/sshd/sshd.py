@@ -158,10 +158,11 @@ class Sshd:
 
     def stop(self) -> None:
         """End the server and its connections."""
-        with contextlib.suppress(psutil.NoSuchProcess):
+        if self.process.poll() is None:
             for process in [*self.process.children(recursive=True), self.process]:
-                process.kill()
-        self.process.wait()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.process.wait()
 
     def _listens(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()
