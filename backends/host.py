@@ -284,7 +284,7 @@ class Reconnecting:
     def _ask(self, method: str, seconds: float, again: bool, ask: Callable[[Host, float], Any]) -> Any:
         deadline = time.monotonic() + seconds
         while True:
-            host = self._live(deadline)
+            host = self._live(seconds, deadline)
             try:
                 return ask(host, max(deadline - time.monotonic(), 0.0))
             except ConnectionFailed as error:
@@ -295,7 +295,7 @@ class Reconnecting:
                 if not again:
                     raise ConnectionFailed(f"{error}; it is not known whether {method!r} still happened") from error
 
-    def _live(self, deadline: float) -> Host:
+    def _live(self, seconds: float, deadline: float) -> Host:
         """The host once its link is live. Raises ConnectionFailed at the deadline, or what ended it all."""
         with self._changed:
             while self._host.ended.is_set():
@@ -303,8 +303,9 @@ class Reconnecting:
                     raise ConnectionFailed(f"{self.name}: closed")
                 if self._gave_up:
                     raise self._gave_up
-                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
-                    raise ConnectionFailed(f"{self._down.why or self.name + ': no link'} (still trying)")
+                if time.monotonic() >= deadline:
+                    raise ConnectionFailed(f"{self.name}: no link for {seconds:g} s, still trying: {self._down.why}")
+                self._changed.wait(deadline - time.monotonic())
             return self._host
 
     def _keep(self) -> None:

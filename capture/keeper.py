@@ -114,6 +114,10 @@ class Keeper:
             self.writer.put_back(slot)
             self._give_up(pieces, f"copying its states failed: {error}")
 
+    def refuse(self, batch: Any, reason: str) -> None:
+        """Fail what of this forward is ours."""
+        self._give_up(self._pieces(batch)[0], reason)
+
     def _copies(self, slot: int, pieces: list[Piece], rows: list[int], sources: list[Any]) -> Iterator[tuple[Any, Any]]:
         """(place in the slot, source) for ids and states; rows that lie together in both go as one."""
         places = [self.arena.ids(slot), *self.arena.states(slot)]

@@ -67,7 +67,7 @@ class Tap:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             batch = kwargs.get("forward_batch") or next((a for a in args if hasattr(a, "forward_mode")), None)
-            if batch is None or not batch.forward_mode.is_extend():
+            if batch is None or not batch.forward_mode.is_extend() or batch.extend_seq_lens_cpu is None:
                 return original(*args, **kwargs)
             # Every rank sees the same rids, so all ranks capture or none does.
             ours = [rid.startswith(self.settings.secret + ".") for rid in batch.rids or ()]
@@ -80,24 +80,36 @@ class Tap:
         self.inner.forward = forward
 
     def capture(self, original: Any, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model's forward with the boundaries in; returns what the caller expects of a plain forward."""
-        import torch
+        """Call the model's forward with the boundaries in; returns what the caller expects of a plain forward.
 
+        Where no states come of it the requests fail with the reason, and the server goes on.
+        """
         if self.inner.layers_to_capture:
-            raise RuntimeError("layertap: SGLang's own hidden state capture is on; start the server without it")
+            result = original(*args, **kwargs)
+            return self._refuse(batch, "SGLang's own hidden state capture is on; start the server without it", result)
         self.inner.layers_to_capture = list(self.layers.boundaries)
         hook = self.inner.norm.register_forward_pre_hook(self._see_norm_input, with_kwargs=True)
         try:
-            final, aux = original(*args, **kwargs)
-            if self.keeper:
-                # One packed [tokens, K * hidden] for the models that were moved over in 0.5.23, else a list of K.
-                parts = aux.chunk(len(self.layers.boundaries), dim=-1) if isinstance(aux, torch.Tensor) else list(aux)
-                self.keeper.take(batch, [*parts, final, self.pre_norm])
+            result = original(*args, **kwargs)
         finally:
             self.inner.layers_to_capture = []
             hook.remove()
-            self.pre_norm = None
+            last, self.pre_norm = self.pre_norm, None
+        if not isinstance(result, tuple) or last is None:
+            return self._refuse(batch, "the model's forward gave no states of its layers", result)
+        final, aux = result
+        if self.keeper:
+            self.keeper.take(batch, [*self._parts(aux), final, last])
         return final
+
+    def _parts(self, aux: Any) -> list[Any]:
+        """One state a boundary, out of a list of K or, for models that were moved over in 0.5.23, `[tokens, K * H]`."""
+        return list(aux.chunk(len(self.layers.boundaries), dim=-1)) if hasattr(aux, "chunk") else list(aux)
+
+    def _refuse(self, batch: Any, reason: str, result: Any) -> Any:
+        if self.keeper:
+            self.keeper.refuse(batch, reason)
+        return result
 
     def _see_norm_input(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # The fused kernel overwrites both, so the sum is taken before it runs.

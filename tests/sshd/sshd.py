@@ -137,17 +137,18 @@ class Sshd:
         """The host, with this Python."""
         return SshHost(self.target(*lines, port=port), **{"python": sys.executable, **options})
 
-    def processes(self) -> list[psutil.Process]:
-        """The server and the processes of its connections, without what they started."""
-        found = [self.process, *self.process.children(recursive=True)]
+    def agents(self) -> list[psutil.Process]:
+        return [process for process in self._children() if "python" in _name(process)]
+
+    def _children(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            return [process for process in found if "sshd" in process.name()]
-        return self.processes()
+            return self.process.children(recursive=True)
+        return []
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """A host that is there and says nothing."""
-        processes = self.processes()
+        processes = [self.process, *(process for process in self._children() if _name(process) == "sshd")]
         for process in processes:
             process.send_signal(signal.SIGSTOP)
         try:
@@ -159,7 +160,7 @@ class Sshd:
     def stop(self) -> None:
         """End the server and its connections."""
         if self.process.poll() is None:
-            for process in [*self.process.children(recursive=True), self.process]:
+            for process in [*self._children(), self.process]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             self.process.wait()
@@ -168,6 +169,13 @@ class Sshd:
         assert self.process.poll() is None, self.log.read_text()
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+
+def _name(process: psutil.Process) -> str:
+    """A process's name, empty once it is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.name()
+    return ""
 
 
 class Relay:
@@ -264,11 +272,15 @@ class User:
         until(lambda: not self._killed(), "its processes are gone")
         subprocess.run(["userdel", "-f", self.name], check=True, capture_output=True)
 
-    def processes(self) -> list[psutil.Process]:
-        return [process for process in psutil.process_iter(["username"]) if process.info["username"] == self.name]
+    def agents(self) -> list[psutil.Process]:
+        return [process for process in self._processes() if process.info["name"].startswith("python")]
+
+    def _processes(self) -> list[psutil.Process]:
+        everything = psutil.process_iter(["username", "name"])
+        return [process for process in everything if process.info["username"] == self.name]
 
     def _killed(self) -> list[psutil.Process]:
-        found = self.processes()
+        found = self._processes()
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -35,14 +35,10 @@ def test_login_shells(users_sshd: Callable[..., Sshd], user: User, shell: str) -
     host = users_sshd().connect(f"User {user.name}", exec_prefix=ODD, python=None)
     try:
         assert host.request("hello")["user"] == user.name
-        until(lambda: len(agents(user)) == 1, "there is one agent, and none of an earlier link")
-        assert ODD[1].encode() in Path(f"/proc/{agents(user)[0]}/environ").read_bytes().split(b"\0")
+        until(lambda: len(user.agents()) == 1, "there is one agent, and none of an earlier link")
+        assert ODD[1].encode() in Path(f"/proc/{user.agents()[0].pid}/environ").read_bytes().split(b"\0")
     finally:
         host.close()
-
-
-def agents(user: User) -> list[int]:
-    return [process.pid for process in user.processes() if "python" in process.name()]
 
 
 def test_a_user_who_may_not_log_in(users_sshd: Callable[..., Sshd], user: User) -> None:

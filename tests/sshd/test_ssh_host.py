@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from helpers import gone, until
 from sshd import Relay, Sshd
@@ -100,8 +99,8 @@ def test_the_payload_goes_over_once(sshd: Sshd, relay: Relay) -> None:
 
 def test_the_agent_ends_with_its_link(sshd: Sshd) -> None:
     host = sshd.connect()
-    until(lambda: agents(sshd), "the agent runs")
-    [agent] = agents(sshd)
+    until(lambda: sshd.agents(), "the agent runs")
+    [agent] = sshd.agents()
     host.close()
     until(lambda: gone(agent.pid), "the agent ended")
     with pytest.raises(ConnectionFailed, match="^gpu: closed$"):
@@ -110,15 +109,11 @@ def test_the_agent_ends_with_its_link(sshd: Sshd) -> None:
 
 def test_an_agent_that_is_killed(sshd: Sshd, closing: Callable[[SshHost], SshHost]) -> None:
     host = closing(sshd.connect())
-    until(lambda: agents(sshd), "the agent runs")
-    for agent in agents(sshd):
+    until(lambda: sshd.agents(), "the agent runs")
+    for agent in sshd.agents():
         agent.kill()
     assert host.ended.wait(60)
     assert (host.state.state, host.state.why) == ("failed", "the agent ended")
-
-
-def agents(sshd: Sshd) -> list[psutil.Process]:
-    return [process for process in sshd.process.children(recursive=True) if "python" in process.name()]
 
 
 def test_much_on_stderr_stops_nothing(sshd: Sshd, tmp_path: Path, closing: Callable[[SshHost], SshHost]) -> None:

@@ -1,0 +1,115 @@
+"""What the tap does to a model's forward, with a small module in the model's place: nothing that a caller could see."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from capture.layers import Layers
+from capture.tap import Tap
+
+STATES = [torch.full((3, 4), float(i)) for i in range(3)]
+
+
+class Inner(nn.Module):
+    """Collects what enters layers as SGLang's models do; `packed` as some of them do from 0.5.23 on, `silent` as none should."""
+
+    def __init__(self, packed: bool, silent: bool) -> None:
+        super().__init__()
+        self.packed, self.silent, self.layers_to_capture = packed, silent, []
+        self.layers = nn.ModuleList([nn.Identity() for _ in range(3)])
+        self.norm = nn.Identity()
+
+    def forward(self, forward_batch: Any) -> Any:
+        final = self.norm(torch.ones(3, 4)) * 2
+        aux = [STATES[layer] for layer in self.layers_to_capture]
+        if self.silent or not aux:
+            return final
+        return final, torch.cat(aux, dim=-1) if self.packed else aux
+
+
+class Keeper:
+    def __init__(self) -> None:
+        self.taken: list[list[torch.Tensor]] = []
+        self.refused: list[str] = []
+
+    def count(self, _batch: Any, _ours: list[bool]) -> None:
+        pass
+
+    def take(self, _batch: Any, states: list[torch.Tensor]) -> None:
+        self.taken.append(states)
+
+    def refuse(self, _batch: Any, reason: str) -> None:
+        self.refused.append(reason)
+
+
+def batch(rid: str = "secret.x.0.0.3", lengths: list[int] | None = None, extend: bool = True) -> Any:
+    mode = SimpleNamespace(is_extend=lambda: extend)
+    return SimpleNamespace(forward_mode=mode, rids=[rid], extend_seq_lens_cpu=[3] if lengths is None else lengths)
+
+
+def tapped(packed: bool = False, silent: bool = False) -> tuple[Inner, Keeper]:
+    tap: Any = object.__new__(Tap)
+    tap.inner, tap.keeper, tap.pre_norm = Inner(packed, silent), Keeper(), None
+    tap.layers = Layers([1, 2], [0, 1], [0, 1], [], "")
+    tap.settings = SimpleNamespace(secret="secret")
+    tap.wrap()
+    return tap.inner, tap.keeper
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_caller_gets_a_plain_forward_and_the_keeper_the_states(packed: bool) -> None:
+    inner, keeper = tapped(packed)
+    result = inner.forward(forward_batch=batch())
+    assert torch.equal(result, torch.full((3, 4), 2.0))
+    (states,) = keeper.taken
+    expected = [STATES[1], STATES[2], torch.full((3, 4), 2.0), torch.ones(3, 4)]
+    assert all(torch.equal(state, other) for state, other in zip(states, expected, strict=True))
+    assert inner.layers_to_capture == []
+    assert len(inner.norm._forward_pre_hooks) == 0
+
+
+@pytest.mark.parametrize(
+    "other", [batch("stranger"), batch("secretly.x.0.0.3"), batch(extend=False)], ids=["stranger", "alike", "decode"]
+)
+def test_what_is_not_ours_runs_through(other: Any) -> None:
+    inner, keeper = tapped()
+    assert torch.equal(inner.forward(forward_batch=other), torch.full((3, 4), 2.0))
+    assert (keeper.taken, keeper.refused) == ([], [])
+
+
+def test_a_forward_without_lengths_runs_through() -> None:
+    inner, keeper = tapped()
+    speculating = batch()
+    speculating.extend_seq_lens_cpu = None
+    assert torch.equal(inner.forward(forward_batch=speculating), torch.full((3, 4), 2.0))
+    assert keeper.taken == []
+
+
+def test_sglangs_own_capture_keeps_its_result_and_the_request_fails() -> None:
+    inner, keeper = tapped()
+    inner.layers_to_capture = [0]
+    final, aux = inner.forward(forward_batch=batch())
+    assert torch.equal(final, torch.full((3, 4), 2.0)) and torch.equal(aux[0], STATES[0])
+    assert inner.layers_to_capture == [0]
+    assert keeper.refused == ["SGLang's own hidden state capture is on; start the server without it"]
+
+
+def test_a_forward_that_raises_leaves_the_model_as_it_was() -> None:
+    inner, _ = tapped()
+    inner.layers_to_capture = []
+    inner.norm.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        inner.forward(forward_batch=batch())
+    assert inner.layers_to_capture == []
+    assert len(inner.norm._forward_pre_hooks) == 0
+
+
+def test_a_model_that_gives_no_states_fails_the_request_and_not_the_server() -> None:
+    inner, keeper = tapped(silent=True)
+    assert torch.equal(inner.forward(forward_batch=batch()), torch.full((3, 4), 2.0))
+    assert keeper.refused == ["the model's forward gave no states of its layers"]
