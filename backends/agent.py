@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from backends import payloads, runs
+from backends import datasets, payloads, runs
 from backends.errors import ExitCode, LayertapError, UsageError
 from backends.frames import FrameError, pack, read_frame
 from backends.jobs import JOBS, refuse_second, start_job
@@ -147,6 +147,16 @@ class Agent:
             if output is None or run.spec.details.get("output") == output:
                 return self.run(run.id)
         return None
+
+    def dataset(self, path: str) -> datasets.Described:
+        """A dataset that may be copied from here, finished or not."""
+        return datasets.describe(path)
+
+    def dataset_samples(
+        self, path: str, after: int, ranges: Sequence[datasets.Range] | None = None
+    ) -> list[datasets.WrittenSample]:
+        """The next page of a dataset's written samples, with their files; see `backends.datasets.written`."""
+        return datasets.written(path, after, ranges)
 
     def remove_demo(self, path: str) -> None:
         """Delete the dataset of an earlier demo. Raises UsageError for a folder that holds anything else, Locked."""

@@ -145,7 +145,7 @@ class Ledger:
                         self._put_aside(row)
                         continue
                     ids, mask = array.array("i", row.ids).tobytes(), bytes(row.mask)
-                    key = hashlib.blake2b(ids + mask, digest_size=16).hexdigest()
+                    key = token_key(ids, mask)
                     place = key, seen[key]
                     seen[key] += 1
                     if place in known:
@@ -272,6 +272,11 @@ class Ledger:
     def bytes_written(self) -> int:
         """Bytes of all files."""
         return int(self.db.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()[0])
+
+
+def token_key(ids: bytes, mask: bytes) -> str:
+    """The key of a sample: a hash of its tokens as the token files hold them."""
+    return hashlib.blake2b(ids + mask, digest_size=16).hexdigest()
 
 
 def _remedy(error: sqlite3.DatabaseError) -> str:

@@ -91,8 +91,8 @@ def write_manifest(output: Path, manifest: Manifest) -> None:
     write_json(output / "manifest.json", manifest, durable=True)
 
 
-def require_same(old: Settings, new: Settings, output: Path) -> None:
-    """Raise ManifestError naming every setting in which a dataset differs from what is asked of it now."""
+def differences(old: Settings, new: Settings) -> list[str]:
+    """Every setting in which two datasets differ, in words."""
     differ = [
         f"{words} was {_short(getattr(old, name))}, now {_short(getattr(new, name))}"
         for name, words in WORDS.items()
@@ -100,7 +100,12 @@ def require_same(old: Settings, new: Settings, output: Path) -> None:
     ]
     if old.layers.boundaries != new.layers.boundaries:
         differ.append(f"the layers were {old.layers.words()}, now {new.layers.words()}")
-    if differ:
+    return differ
+
+
+def require_same(old: Settings, new: Settings, output: Path) -> None:
+    """Raise ManifestError naming every setting in which a dataset differs from what is asked of it now."""
+    if differ := differences(old, new):
         raise ManifestError(
             f"{output} was made with other settings: {'; '.join(differ)}. "
             "Ask for the same, or extract into a new folder"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import Layertap
+from command import Layertap
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Layertap, shared_data, until, write_rows
+from command import Layertap, shared_data, until, write_rows
 
 GSM8K = ("--prompt-column", "question", "--response-column", "answer")
 CUT = ("--max-length", "2048", "--overlong", "truncate")

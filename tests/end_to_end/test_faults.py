@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Layertap, free_port, shared_data, until, write_rows
+from command import Layertap, free_port, shared_data, until, write_rows
 from test_extract import CUT, GSM8K, check, take
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from conftest import Layertap, free_port, shared_data, until
+from command import Layertap, free_port, shared_data, until
 
 
 def test_status_says_where_the_start_went_and_why_it_is_healthy(layertap: Layertap, server: dict[str, Any]) -> None:
