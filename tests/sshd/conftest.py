@@ -13,17 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sshd import SYSTEM_FOLDERS, Keys, Relay, Sshd, User
-
-ROOT = os.geteuid() == 0
-
-
-def need(program: str, package: str) -> str:
-    """A program's path; installed on a Debian that belongs to us, else the test is skipped."""
-    if not (found := shutil.which(program, path=SYSTEM_FOLDERS)) and ROOT and shutil.which("apt-get"):
-        subprocess.run(["apt-get", "install", "-y", "-qq", package], capture_output=True, check=False)
-        found = shutil.which(program, path=SYSTEM_FOLDERS)
-    return found or pytest.skip(f"there is no {program} here: install {package}")
+from packages import ROOT, need
+from sshd import Keys, Relay, Sshd, User
 
 
 @pytest.fixture(scope="session")
@@ -111,6 +102,4 @@ def users_sshd(
         "PYTHONPATH": packages,
         "LAYERTAP_PYTHON": python,
     }
-    return lambda **options: start_sshd(
-        environment=environment, AuthorizedKeysFile=str(authorized_keys), **options
-    )
+    return lambda **options: start_sshd(environment=environment, AuthorizedKeysFile=str(authorized_keys), **options)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import need
 from helpers import until
+from packages import need
 from sshd import Sshd, User
 
 from backends.errors import ConnectionFailed

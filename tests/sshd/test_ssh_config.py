@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from conftest import need
+from packages import need
 from sshd import Keys, keygen
 
 from backends.errors import ConnectionFailed, UsageError

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import need
 from helpers import until
+from packages import need
 from sshd import ME, Answers, Keys, Sshd, User
 
 from backends.errors import ConnectionFailed
