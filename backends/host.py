@@ -234,7 +234,7 @@ class Reconnecting:
         self._host = dial()
         self.name = self._host.name
         self.ended = threading.Event()
-        self._down = LinkState(state="connecting", since=time.time())
+        self._down: LinkState | None = None  # while there is no live link, and the other thread knows
         self._next = 0.0  # time.monotonic() of the next attempt
         self._gave_up: Exception | None = None
         threading.Thread(target=self._keep, name=f"layertap-{self.name}-keep", daemon=True).start()
@@ -243,11 +243,14 @@ class Reconnecting:
     def state(self) -> LinkState:
         """See `Host`."""
         with self._changed:
-            if not self._host.ended.is_set():
+            down = self._down
+            if down is None and self._host.ended.is_set():
+                down = self._broken()
+            if down is None:
                 return self._host.state
-            if self._down.state == "reconnecting":
-                return msgspec.structs.replace(self._down, next_in=max(self._next - time.monotonic(), 0.0))
-            return self._down
+            if down.state == "reconnecting":
+                return msgspec.structs.replace(down, next_in=max(self._next - time.monotonic(), 0.0))
+            return down
 
     def request(
         self, method: str, /, *, seconds: float = REQUEST_SECONDS, retry: bool = True, **parameters: Any
@@ -296,7 +299,7 @@ class Reconnecting:
                     raise ConnectionFailed(f"{error}; it is not known whether {method!r} still happened") from error
 
     def _live(self, seconds: float, deadline: float) -> Host:
-        """The host once its link is live. Raises ConnectionFailed at the deadline, or what ended it all."""
+        """The host once its link is live. Raises ConnectionFailed at the deadline, and what ended it all."""
         with self._changed:
             while self._host.ended.is_set():
                 if self._closing.is_set():
@@ -304,7 +307,8 @@ class Reconnecting:
                 if self._gave_up:
                     raise self._gave_up
                 if time.monotonic() >= deadline:
-                    raise ConnectionFailed(f"{self.name}: no link for {seconds:g} s, still trying: {self._down.why}")
+                    why = (self._down or self._broken()).why
+                    raise ConnectionFailed(f"{self.name}: no link for {seconds:g} s, still trying: {why}")
                 self._changed.wait(deadline - time.monotonic())
             return self._host
 
@@ -319,32 +323,35 @@ class Reconnecting:
                 return
 
     def _dial_again(self) -> bool:
-        since, why, delay = time.time(), self._host.state.why, self._first_delay
-        for attempt in itertools.count(1):
-            self._say(LinkState(state="reconnecting", since=since, why=why, attempt=attempt), delay)
+        """Until it works; False: it never will."""
+        down, delay = self._broken(), self._first_delay
+        while not self._closing.is_set():
+            self._say(down, delay)
             if self._closing.wait(delay):
-                return False
-            self._say(LinkState(state="connecting", since=since, why=why, attempt=attempt))
+                break
+            self._say(msgspec.structs.replace(down, state="connecting"))
             try:
-                host = self._dial()
+                return self._take(self._dial())
             except ConnectionFailed as error:
-                why, delay = str(error), min(2 * delay, self._longest_delay)
-                continue
+                down = msgspec.structs.replace(down, why=str(error), attempt=down.attempt + 1)
+                delay = min(2 * delay, self._longest_delay)
             except Exception as error:
                 self._give_up(error)
-                return False
-            return self._take(host)
-        raise AssertionError("unreachable")
+                break
+        return False
 
-    def _say(self, state: LinkState, delay: float = 0.0) -> None:
+    def _broken(self) -> LinkState:
+        return LinkState(state="reconnecting", since=self._host.state.since, why=self._host.state.why, attempt=1)
+
+    def _say(self, down: LinkState, delay: float = 0.0) -> None:
         with self._changed:
             if not self._closing.is_set():
-                self._down, self._next = state, time.monotonic() + delay
+                self._down, self._next = down, time.monotonic() + delay
 
     def _take(self, host: Host) -> bool:
         with self._changed:
             if not self._closing.is_set():
-                self._host = host
+                self._host, self._down = host, None
                 self._changed.notify_all()
                 return True
         host.close()

@@ -20,7 +20,7 @@ BANNERS = {
     "zsh": (".zshenv", 'echo "Welcome to gpu-7"; printf "ready> "; echo oops >&2'),
 }
 PACKAGES = {"csh": "tcsh"}  # by program, where they differ
-ODD = ["env", "ODD=it's \\ \"$HOME\" !! `x` {a,b}\n*"]
+ODD = ["env", 'ODD=it\'s \\ "$HOME" !! `x` {a,b}\n*']
 
 
 @pytest.mark.parametrize("shell", ["sh", "dash", *BANNERS])
@@ -43,7 +43,9 @@ def test_login_shells(users_sshd: Callable[..., Sshd], user: User, shell: str) -
 
 def test_a_user_who_may_not_log_in(users_sshd: Callable[..., Sshd], user: User) -> None:
     user.use_shell("/bin/false")
-    with pytest.raises(ConnectionFailed, match=r"^gpu: the agent ended before it was up; can the Python there be used\?$"):
+    with pytest.raises(
+        ConnectionFailed, match=r"^gpu: the agent ended before it was up; can the Python there be used\?$"
+    ):
         users_sshd().connect(f"User {user.name}", python=None)
 
 
@@ -51,7 +53,7 @@ def test_a_flood_of_text(users_sshd: Callable[..., Sshd], user: User) -> None:
     user.use_shell(need("bash", "bash"))
     (user.home / ".bashrc").write_text("yes\n")
     try:
-        with pytest.raises(ConnectionFailed, match="^gpu: expected the agent's greeting, got a flood of other text$"):
+        with pytest.raises(ConnectionFailed, match=r"^gpu: expected the agent's greeting, got a flood of other text$"):
             users_sshd().connect(f"User {user.name}", python=None)
     finally:
         (user.home / ".bashrc").unlink()

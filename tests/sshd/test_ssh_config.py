@@ -75,7 +75,12 @@ def test_includes_matches_and_tokens(config: Path, monkeypatch: pytest.MonkeyPat
     assert target.user_known_hosts == [f"{HOME}/.ssh/known_gpu.example", "/etc/known"]
     assert target.global_known_hosts == []
     assert target.methods == ["publickey"]
-    assert (target.strict, target.connect_timeout, target.batch, target.identities_only) == ("accept-new", 7, True, True)
+    assert (target.strict, target.connect_timeout, target.batch, target.identities_only) == (
+        "accept-new",
+        7,
+        True,
+        True,
+    )
     assert target.proxy_command == "nc -X alice gpu.example 2222 # %"
 
 
@@ -137,7 +142,9 @@ def test_a_jump_that_leads_back_to_itself(config: Path) -> None:
 def test_a_configuration_that_ssh_does_not_take(config: Path) -> None:
     with pytest.raises(UsageError) as failed:
         resolved(config, "Host gpu\n Nonsense yes\n")
-    assert str(failed.value).startswith(f"gpu: ssh does not take this: {config}: line 2: Bad configuration option: nonsense")
+    assert str(failed.value).startswith(
+        f"gpu: ssh does not take this: {config}: line 2: Bad configuration option: nonsense"
+    )
     with pytest.raises(UsageError, match="'-oProxyCommand=x' is no host"):
         resolved(config, "", "-oProxyCommand=x")
 

@@ -103,7 +103,7 @@ def test_the_agent_ends_with_its_link(sshd: Sshd) -> None:
     [agent] = sshd.agents()
     host.close()
     until(lambda: gone(agent.pid), "the agent ended")
-    with pytest.raises(ConnectionFailed, match="^gpu: closed$"):
+    with pytest.raises(ConnectionFailed, match=r"^gpu: closed$"):
         host.request("hello")
 
 
@@ -117,7 +117,7 @@ def test_an_agent_that_is_killed(sshd: Sshd, closing: Callable[[SshHost], SshHos
 
 
 def test_much_on_stderr_stops_nothing(sshd: Sshd, tmp_path: Path, closing: Callable[[SshHost], SshHost]) -> None:
-    noisy = script(tmp_path / "python", f"head -c 30000000 /dev/zero >&2; exec {sys.executable} \"$@\"")
+    noisy = script(tmp_path / "python", f'head -c 30000000 /dev/zero >&2; exec {sys.executable} "$@"')
     assert closing(sshd.connect(python=noisy)).request("all") == []
 
 
@@ -141,7 +141,9 @@ def test_the_first_python_there_that_has_sglang(
     start_sshd: Callable[..., Sshd], tmp_path: Path, closing: Callable[[SshHost], SshHost]
 ) -> None:
     (tmp_path / "sglang-0.5.23.dist-info").mkdir()
-    (tmp_path / "sglang-0.5.23.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\n")
+    (tmp_path / "sglang-0.5.23.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\n"
+    )
     for name in ("without", "with"):
         (tmp_path / name).mkdir()
     script(tmp_path / "without" / "python3", f'exec {sys.executable} "$@"')
@@ -174,8 +176,11 @@ def test_no_python(start_sshd: Callable[..., Sshd], tmp_path: Path, python: str 
 
 def test_an_exec_prefix(sshd: Sshd, tmp_path: Path, closing: Callable[[SshHost], SshHost]) -> None:
     """Whatever its words are, they arrive as they are."""
-    odd = "it's \\ \"$HOME\" !! `x`\n*"
-    inside = script(tmp_path / "in side", f'echo "Welcome to $1"; printf "%s" "$2" > {tmp_path}/odd; shift 2; exec env WITHIN=1 "$@"')
+    odd = 'it\'s \\ "$HOME" !! `x`\n*'
+    inside = script(
+        tmp_path / "in side",
+        f'echo "Welcome to $1"; printf "%s" "$2" > {tmp_path}/odd; shift 2; exec env WITHIN=1 "$@"',
+    )
     python = script(tmp_path / "python", f'test "$WITHIN" = 1 && exec {sys.executable} "$@"')
     host = closing(sshd.connect(exec_prefix=[inside, "a box", odd], python=python))
     assert host.request("all") == []
@@ -201,7 +206,7 @@ def test_one_session_is_enough(start_sshd: Callable[..., Sshd], closing: Callabl
 
 
 def test_no_session_at_all(start_sshd: Callable[..., Sshd]) -> None:
-    with pytest.raises(ConnectionFailed, match="^gpu: "):
+    with pytest.raises(ConnectionFailed, match=r"^gpu: "):
         start_sshd(MaxSessions="0").connect()
 
 
@@ -264,7 +269,7 @@ def test_a_proxy_command(sshd: Sshd, tmp_path: Path) -> None:
 
 
 def test_a_proxy_command_that_fails(sshd: Sshd) -> None:
-    with pytest.raises(ConnectionFailed, match="^gpu: the ProxyCommand ended with 3: sh -c 'exit 3' # gpu$"):
+    with pytest.raises(ConnectionFailed, match=r"^gpu: the ProxyCommand ended with 3: sh -c 'exit 3' # gpu$"):
         sshd.connect("ProxyCommand sh -c 'exit 3' # %n")
 
 
@@ -319,9 +324,9 @@ def test_a_dead_peer_is_noticed(sshd: Sshd, relay: Relay, how: str, stuck: str) 
 
 
 def test_a_slow_answer_is_no_dead_peer(sshd: Sshd, stuck: str, closing: Callable[[SshHost], SshHost]) -> None:
-    host = closing(sshd.connect(**QUICK))
-    with pytest.raises(ConnectionFailed, match="no answer to 'read' within 4 s"):
-        host.request("read", seconds=4, path=stuck, offset=0, most=1)
+    host = closing(sshd.connect(keepalive=0.1, dead_after=1.0))
+    with pytest.raises(ConnectionFailed, match="no answer to 'read' within 2 s"):
+        host.request("read", seconds=2, path=stuck, offset=0, most=1)
     assert host.state.state == "live"
 
 
@@ -349,11 +354,11 @@ def test_a_link_that_is_cut_fails_what_waits(sshd: Sshd, relay: Relay, stuck: st
         relay.cut()
         assert str(asked.exception(60)).startswith("gpu: the link broke (")
     assert host.state.state == "failed"
-    with pytest.raises(ConnectionFailed, match="^gpu: the link broke"):
+    with pytest.raises(ConnectionFailed, match=r"^gpu: the link broke"):
         host.request("hello")
 
 
-@pytest.mark.parametrize("part", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("part", [0.0, 0.5, 1.0])
 def test_a_link_that_is_cut_over_the_payload(sshd: Sshd, relay: Relay, part: float) -> None:
     """The next one starts afresh: there is no half payload."""
     _, archive = payload.pack()

@@ -141,9 +141,7 @@ def test_a_host_key_alias(sshd: Sshd) -> None:
 def test_a_changed_key_is_always_refused(sshd: Sshd, keys: Keys, name: str, strict: str) -> None:
     sshd.know("other")
     person = Answers("yes")
-    said = refused(
-        sshd, f"StrictHostKeyChecking {strict}", ask=person, accept_new_host_key=keys.fingerprint("host")
-    )
+    said = refused(sshd, f"StrictHostKeyChecking {strict}", ask=person, accept_new_host_key=keys.fingerprint("host"))
     assert said == (
         f"gpu: the ED25519 key {keys.fingerprint('host')} of {name} is not the one in {sshd.known_hosts} line 1 "
         f"({keys.fingerprint('other')}): somebody may be in between; if the host was given a new key, "

@@ -53,9 +53,7 @@ def test_a_key_of_each_kind(sshd: Sshd, keys: Keys, kind: str, passphrase: str) 
 
 def test_a_key_that_the_host_does_not_take(sshd: Sshd, keys: Keys) -> None:
     sshd.authorized_keys.write_text("")
-    assert refused(sshd) == (
-        f"gpu: {WHO} was not let in: tried {keys('id')}; the host takes publickey"
-    )
+    assert refused(sshd) == (f"gpu: {WHO} was not let in: tried {keys('id')}; the host takes publickey")
 
 
 def test_nothing_to_try(sshd: Sshd, tmp_path: Path) -> None:
@@ -104,7 +102,10 @@ def locked(sshd: Sshd, keys: Keys) -> str:
 def test_a_passphrase_is_asked_for_until_it_is_right(sshd: Sshd, keys: Keys, locked: str) -> None:
     person = Answers("wrong", "open sesame")
     enters(sshd, locked, ask=person)
-    assert [(question.kind, question.again) for question in person.asked] == [("passphrase", False), ("passphrase", True)]
+    assert [(question.kind, question.again) for question in person.asked] == [
+        ("passphrase", False),
+        ("passphrase", True),
+    ]
 
 
 @pytest.mark.parametrize(("answer", "times"), [("wrong", 3), (None, 1), ("", 1)])
@@ -218,9 +219,7 @@ def test_a_key_of_the_agent(sshd: Sshd, keys: Keys, agent: Agent, kind: str) -> 
     assert attempts(sshd) == 0
 
 
-def test_the_agent_of_the_environment(
-    sshd: Sshd, keys: Keys, agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_agent_of_the_environment(sshd: Sshd, keys: Keys, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSH_AUTH_SOCK", str(agent.socket))
     agent.add(keys("other"))
     sshd.authorized_keys.write_text(keys.public("other").read_text())
@@ -246,7 +245,9 @@ def test_the_agent_s_key_of_the_configuration_comes_first(sshd: Sshd, keys: Keys
     assert attempts(sshd) == 0
 
 
-def test_an_encrypted_key_that_the_agent_holds(sshd: Sshd, keys: Keys, agent: Agent, locked: str, tmp_path: Path) -> None:
+def test_an_encrypted_key_that_the_agent_holds(
+    sshd: Sshd, keys: Keys, agent: Agent, locked: str, tmp_path: Path
+) -> None:
     (tmp_path / "open").write_bytes(keys("locked").read_bytes())
     (tmp_path / "open").chmod(0o600)
     subprocess.run(["ssh-keygen", "-q", "-p", "-P", "open sesame", "-N", "", "-f", tmp_path / "open"], check=True)
@@ -264,7 +265,9 @@ def test_a_certificate_for_a_key_of_the_agent(
 
 
 @pytest.mark.parametrize("kind", ["rsa", "ecdsa", "ed25519"])
-def test_a_certificate_that_the_agent_holds(trusting: Sshd, keys: Keys, agent: Agent, tmp_path: Path, kind: str) -> None:
+def test_a_certificate_that_the_agent_holds(
+    trusting: Sshd, keys: Keys, agent: Agent, tmp_path: Path, kind: str
+) -> None:
     key = tmp_path / "key"
     key.write_bytes(keys(f"agent-{kind}", kind=kind).read_bytes())
     key.chmod(0o600)
@@ -277,7 +280,9 @@ def test_an_agent_that_is_gone(sshd: Sshd, keys: Keys, tmp_path: Path) -> None:
     use = f"IdentityAgent {tmp_path}/gone"
     enters(sshd, use)
     sshd.authorized_keys.write_text("")
-    assert f"tried no agent at {tmp_path}/gone ([Errno 2] No such file or directory), {keys('id')};" in refused(sshd, use)
+    assert f"tried no agent at {tmp_path}/gone ([Errno 2] No such file or directory), {keys('id')};" in refused(
+        sshd, use
+    )
 
 
 def test_an_agent_that_will_not_sign(sshd: Sshd, keys: Keys, agent: Agent) -> None:
