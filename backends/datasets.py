@@ -42,7 +42,7 @@ class WrittenSample(msgspec.Struct):
     start: int
     tokens: int
     attempts: int
-    files: list[WrittenFile] = []
+    files: list[WrittenFile]
 
 
 def describe(path: str) -> Described:
@@ -79,7 +79,8 @@ def _page(ledger: Ledger, after: int, ranges: Sequence[Range] | None) -> Iterato
             (max(first, after + 1), last, left),
         ).fetchall()
         for row in rows:
-            yield WrittenSample(*row, files=ledger.files(row[0]))
+            values = (*row, ledger.files(row[0]))
+            yield WrittenSample(*values)
         left -= len(rows)
         if not left:
             return

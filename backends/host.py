@@ -35,7 +35,10 @@ ENDED = "the agent ended"
 FIRST_DELAY = 0.5  # seconds before a broken link is dialled again; doubles up to the longest
 LONGEST_DELAY = 15.0
 # Requests that change nothing: asking one of them twice is safe.
-READING = frozenset({"hello", "read", "all", "run", "server", "status", "extraction", "sample", "free_port"})
+READING = frozenset({"hello", "read", "all", "run", "server", "status", "extraction", "sample", "free_port"}) | {
+    "dataset",
+    "dataset_samples",
+}
 
 
 class LinkState(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,14 +246,11 @@ class Reconnecting:
     def state(self) -> LinkState:
         """See `Host`."""
         with self._changed:
-            down = self._down
-            if down is None and self._host.ended.is_set():
-                down = self._broken()
-            if down is None:
-                return self._host.state
-            if down.state == "reconnecting":
-                return msgspec.structs.replace(down, next_in=max(self._next - time.monotonic(), 0.0))
-            return down
+            if self._down is None:
+                return self._broken() if self._host.ended.is_set() else self._host.state
+            if self._down.state == "reconnecting":
+                return msgspec.structs.replace(self._down, next_in=max(self._next - time.monotonic(), 0.0))
+            return self._down
 
     def request(
         self, method: str, /, *, seconds: float = REQUEST_SECONDS, retry: bool = True, **parameters: Any
@@ -341,7 +341,8 @@ class Reconnecting:
         return False
 
     def _broken(self) -> LinkState:
-        return LinkState(state="reconnecting", since=self._host.state.since, why=self._host.state.why, attempt=1)
+        broken = self._host.state
+        return LinkState(state="reconnecting", since=broken.since, why=broken.why, attempt=1, next_in=self._first_delay)
 
     def _say(self, down: LinkState, delay: float = 0.0) -> None:
         with self._changed:

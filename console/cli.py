@@ -384,6 +384,37 @@ def _follow_extraction(session: Session, run_id: str, as_json: bool, watch: bool
 
 
 @app.command
+def pull(dataset: str, target: Path, *, samples: str | None = None, common: Common = COMMON) -> int:
+    """Copy a dataset, finished or not, from the host to this machine; the same command again goes on.
+
+    Args:
+        dataset: folder of the dataset on the host.
+        target: folder on this machine.
+        samples: only these, e.g. 3,7,10-20.
+    """
+    import msgspec
+
+    from console import headless, words
+    from console.pull import Progress, parse_samples
+    from console.pull import pull as copy
+
+    def show(now: Progress) -> None:
+        headless.ProgressLine.show(words.pulling(msgspec.structs.asdict(now)))
+
+    chosen = parse_samples(samples) if samples is not None else None
+    with _session(common) as session:
+        try:
+            made = copy(session.host, _path(Path(dataset), common), target.expanduser(), chosen, show)
+        except KeyboardInterrupt:
+            headless.say("\nwhat was fetched stays; the same command goes on with the rest")
+            return ExitCode.INTERRUPTED
+        finally:
+            headless.ProgressLine.clear()
+        headless.out(msgspec.to_builtins(made), common.json, words.pulled)
+        return ExitCode.NOT_VERIFIED if made.failed else ExitCode.OK
+
+
+@app.command
 def verify(dataset: Path, *, common: Common = COMMON) -> int:
     """Verify a dataset in every format that it holds, reading every file; exit 1 where a sample fails.
 

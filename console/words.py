@@ -146,6 +146,33 @@ def verifying(now: dict[str, Any]) -> str:
     return f"{now['done']:,} / {now['total']:,} samples"
 
 
+def pulling(now: dict[str, Any]) -> str:
+    """A pull's progress in one line."""
+    link = f" · link {now['link']}" if now["link"] else ""
+    if now["phase"] in ("listing", "tokens"):
+        return f"{now['phase']} …{link}"
+    rate = now["bytes_per_second"]
+    left = duration((now["bytes"] - now["bytes_done"]) / rate) if rate else None
+    parts = [
+        "checking what is here" if now["phase"] == "checking" else "",
+        f"{now['files_done']:,} / {now['files']:,} files",
+        f"{size(now['bytes_done'])} / {size(now['bytes'])}",
+        f"{size(rate)}/s" if rate else "",
+        f"{left} left" if left else "",
+    ]
+    return " · ".join(part for part in parts if part) + link
+
+
+def pulled(made: dict[str, Any]) -> Iterator[str]:
+    """What a pull came to in lines."""
+    yield (
+        f"{made['samples']:,} samples · {made['files']:,} files · {size(made['bytes'])} in {made['target']} · "
+        f"{size(made['fetched_bytes'])} fetched · {made['skipped_files']:,} files were here"
+    )
+    for failure in made["failed"]:
+        yield f"  sample {failure['sample']} {failure['path']}: {failure['reason']}"
+
+
 def snapshot(now: dict[str, Any]) -> Iterator[str]:
     """A snapshot in lines."""
     host = now["host"]

@@ -91,12 +91,11 @@ class Connection:
             if not transport.initial_kex_done:  # it came back because the time is up, which paramiko takes for success
                 raise EOFError("no keys were agreed on")
         except (paramiko.SSHException, OSError, EOFError) as error:
-            if self._proxy and len(self._chain) == 1 and (code := _exit_code(self._proxy)) is not None:
-                raise ConnectionFailed(
-                    f"{hop.alias}: the ProxyCommand ended with {code}: {hop.proxy_command}"
-                ) from error
             why = f"no SSH from {hop.hostname} port {hop.port} within {_patience(hop):g} s"
-            raise ConnectionFailed(f"{hop.alias}: {why} ({str(error) or 'the other side hung up'})") from error
+            why += f" ({str(error) or 'the other side hung up'})"
+            if self._proxy and len(self._chain) == 1 and (code := _exit_code(self._proxy)) is not None:
+                why = f"the ProxyCommand ended with {code}: {hop.proxy_command}"
+            raise ConnectionFailed(f"{hop.alias}: {why}") from error
 
     def _socket(self, hop: Target) -> Any:
         if self._chain:

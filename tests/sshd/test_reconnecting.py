@@ -242,8 +242,8 @@ def test_a_growing_file_comes_whole_over_five_cuts(reconnecting: Reconnecting, r
     def write() -> None:
         with path.open("wb", buffering=0) as log:
             while relay.connections <= 5:
-                log.write(os.urandom(random.randrange(20_000)))
-                time.sleep(0.002)
+                log.write(os.urandom(random.randrange(10_000)))
+                time.sleep(0.005)
         done.set()
 
     def cut() -> None:

@@ -109,7 +109,7 @@ def ended(ran: Ran, code: int, said: str = "", printed: str = "") -> None:
 def test_help_and_version(layertap: Callable[..., Ran]) -> None:
     shown = layertap("--help")
     assert (shown.returncode, shown.stderr) == (0, "")
-    for verb in ("launch", "status", "logs", "runs", "stop", "try", "plan", "extract", "verify", "demo"):
+    for verb in ("launch", "status", "logs", "runs", "stop", "try", "plan", "extract", "pull", "verify", "demo"):
         assert re.search(rf"^│ {verb} ", shown.stdout, re.MULTILINE), verb
     ended(layertap("--version"), 0, printed="0.1.0")
 
