@@ -113,6 +113,8 @@ def _check_output(job: ExtractJob, output: Path, say: Callable[[str], None]) -> 
     if output.exists() and not output.is_dir():
         raise manifest.ManifestError(f"{output} is a file; give a folder")
     there = [entry.name for entry in output.iterdir()] if output.is_dir() else []
+    if "pull.json" in there:
+        raise manifest.ManifestError(f"{output} is a copy that was pulled; extract into the dataset that it came from")
     if there and "manifest.json" not in there and there != [".lock"]:
         raise manifest.ManifestError(f"{output} is not empty and holds no dataset; give a new or empty folder")
     try:

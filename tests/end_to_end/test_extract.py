@@ -106,6 +106,19 @@ def test_other_settings_are_refused_and_named(layertap: Layertap, server: dict[s
     check(layertap, output, 3)
 
 
+def test_a_pulled_copy_is_complete_and_is_not_extracted_into(
+    layertap: Layertap, server: dict[str, Any], work: Path
+) -> None:
+    rows, output, copy = write_rows(work / "rows.jsonl", 6), work / "out", work / "copy"
+    layertap("extract", rows, "--output", output, "--format", "native,specforge")
+    made = layertap.json("pull", output, copy, "--samples", "1,3-4")
+    assert (made["samples"], made["files"], made["failed"]) == (3, 6, [])
+    report = layertap.json("verify", copy)
+    assert (report["samples"], report["verified"]) == (3, 3)
+    layertap("extract", rows, "--output", copy, "--format", "native,specforge", code=2)
+    assert f"{copy} is a copy that was pulled; extract into the dataset that it came from" in layertap.narration
+
+
 def test_the_input_may_grow_and_may_not_shrink(layertap: Layertap, server: dict[str, Any], work: Path) -> None:
     rows, output = write_rows(work / "rows.jsonl", 5), work / "out"
     layertap("extract", rows, "--output", output)

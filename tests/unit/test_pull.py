@@ -236,11 +236,14 @@ def test_a_changed_file(host: LocalHost, source: Path, target: Path) -> None:
 def test_a_file_of_another_size_and_one_that_is_gone(host: LocalHost, source: Path, target: Path) -> None:
     (source / "native/rows_0-2000/2.bin").write_bytes(b"short")
     (source / "native/rows_0-2000/3.bin").unlink()
+    with (source / "native/rows_0-2000/5.bin").open("ab") as longer:
+        longer.write(b"x")
     made = pull(host, str(source), target)
-    assert [failure.sample for failure in made.failed] == [2, 3]
+    assert [failure.sample for failure in made.failed] == [2, 3, 5]
     assert made.failed[0].reason == "it has 5 bytes on the host, 5,002 were written"
     assert made.failed[1].reason.endswith("3.bin: No such file or directory")
-    require_copy(target, source, [0, 1, 4, 5, 6, 7])
+    assert made.failed[2].reason == "it has 5,006 bytes on the host, 5,005 were written"
+    require_copy(target, source, [0, 1, 4, 6, 7])
 
 
 def test_tokens_that_were_changed(host: LocalHost, source: Path, target: Path) -> None:
@@ -279,7 +282,12 @@ def test_a_disk_that_is_short(host: LocalHost, source: Path, target: Path, monke
     )
     assert not target.exists()
     assert pull(host, str(source), target, [(1, 7)]).samples == 7
-    assert pull(host, str(source), target).samples == 8  # what is here already needs no room
+    free = bytes_of(source, 0) - 1000
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free + tokens_of(source, *ALL)))
+    assert "are still to be fetched" in refused(host, source, target)
+    part = target / "native/rows_0-2000/0.bin.part"
+    part.write_bytes((source / "native/rows_0-2000/0.bin").read_bytes()[:1000])
+    assert pull(host, str(source), target).samples == 8  # what is here already needs no room, nor does half a file
     require_copy(target, source, ALL)
 
 
@@ -367,7 +375,17 @@ def test_the_command(home: Path, source: Path, monkeypatch: pytest.MonkeyPatch, 
 
     assert run("source", "target", "--samples", "1-3", "--json") == 0
     made = json.loads(capsys.readouterr().out)
-    assert list(made) == ["schema", "dataset", "target", "samples", "files", "bytes", "fetched_bytes", "skipped_files", "failed"]
+    assert list(made) == [
+        "schema",
+        "dataset",
+        "target",
+        "samples",
+        "files",
+        "bytes",
+        "fetched_bytes",
+        "skipped_files",
+        "failed",
+    ]
     assert (made["dataset"], made["target"], made["samples"]) == (str(source), f"{home}/target", 3)
     (source / "native/rows_0-2000/7.bin").unlink()
     assert run("source", "target") == 1
