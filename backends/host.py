@@ -167,8 +167,10 @@ class AgentLink:
                 if answer := self._waiting.get(frame[0]["id"]):
                     answer.set_result(frame)
             why = ENDED
-        except (ConnectionFailed, FrameError, OSError, ValueError) as error:
+        except (ConnectionFailed, FrameError) as error:
             why = str(error)
+        except (OSError, ValueError) as error:  # it did not read its payload to the end, or this end is closed
+            why = f"{ENDED} ({error})"
         why = self._cause(why)
         with self._lock:
             self._broken, self._since = why, time.time()
@@ -329,7 +331,7 @@ class Reconnecting:
             self._say(down, delay)
             if self._closing.wait(delay):
                 break
-            self._say(msgspec.structs.replace(down, state="connecting"))
+            self._say(msgspec.structs.replace(down, state="connecting", next_in=None))
             try:
                 return self._take(self._dial())
             except ConnectionFailed as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import shlex
 import threading
@@ -76,7 +77,8 @@ class SshHost(AgentLink):
             to_agent = _ChannelWriter(self._channel)
             from_agent = io.BufferedReader(_ChannelReader(self._channel), 1 << 18)
             super().__init__(target.alias, python or "the Python there", to_agent, from_agent)  # type: ignore[arg-type]
-            to_agent.write(script)
+            with contextlib.suppress(OSError):  # greet knows why
+                to_agent.write(script)
             self.greet(archive)
         except BaseException:
             self.close()

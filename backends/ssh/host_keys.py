@@ -65,11 +65,7 @@ def _accept(key: PKey, target: Target, unknown: str, accept_new: str | None, ask
         return f"accepted by --accept-new-host-key; {_keep(key, target)}"
     if unasked and target.strict in ("accept-new", "no"):
         return f"accepted by StrictHostKeyChecking {target.strict}; {_keep(key, target)}"
-    if (
-        ask
-        and target.strict != "yes"
-        and ask(Question("host_key", f"{unknown}; is it right?", shown)) in ("yes", shown)
-    ):
+    if ask and target.strict != "yes" and ask(Question("host_key", unknown, shown)) in ("yes", shown):
         return f"confirmed; {_keep(key, target)}"
     raise HostKeyRefused(f"{unknown}; if it is the right one, say so with --accept-new-host-key {shown}")
 

@@ -41,7 +41,7 @@ class Certificate(NamedTuple):
     def parse(cls, blob: bytes) -> Certificate:
         """The fields in the order of OpenSSH's PROTOCOL.certkeys."""
         message = Message(blob)
-        kind = message.get_text().removesuffix(CERTIFICATE)
+        kind = message.get_binary().decode(errors="replace").removesuffix(CERTIFICATE)
         message.get_binary()  # a nonce
         key = Message()
         key.add_string(kind)

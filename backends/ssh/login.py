@@ -141,7 +141,7 @@ class Login:
             return ()
         try:
             agent = _Agent(self._target.identity_agent)
-        except (OSError, paramiko.SSHException) as error:
+        except (OSError, ValueError, paramiko.SSHException) as error:
             self._tried.append(f"no agent at {self._target.identity_agent} ({error})")
             return ()
         stack.callback(agent.connection.close)

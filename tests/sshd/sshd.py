@@ -18,7 +18,9 @@ from typing import Any
 import psutil
 from helpers import free_port, until
 
-from backends.ssh import Question, SshHost
+from backends.ssh import Ask, Question, SshHost
+from backends.ssh.connection import Connection
+from backends.ssh.host import DEAD_SECONDS, KEEPALIVE_SECONDS
 from backends.ssh_config import Target, resolve
 
 SYSTEM_FOLDERS = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin"])
@@ -137,6 +139,10 @@ class Sshd:
         """The host, with this Python."""
         return SshHost(self.target(*lines, port=port), **{"python": sys.executable, **options})
 
+    def dial(self, *lines: str, ask: Ask | None = None, accept_new_host_key: str | None = None) -> Connection:
+        """Only the way to the host, without an agent, which takes longer to start than all the rest."""
+        return Connection(self.target(*lines), ask, accept_new_host_key, KEEPALIVE_SECONDS, DEAD_SECONDS)
+
     def agents(self) -> list[psutil.Process]:
         return [process for process in self._children() if "python" in _name(process)]
 
@@ -144,6 +150,13 @@ class Sshd:
         with contextlib.suppress(psutil.NoSuchProcess):
             return self.process.children(recursive=True)
         return []
+
+    def hang_up(self) -> None:
+        """End every connection."""
+        for process in self._children():
+            if _name(process) == "sshd":
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
@@ -191,7 +204,8 @@ class Relay:
         self.sent = 0  # bytes towards the port
         self.cut_after: int | None = None  # so many of them, once
         self.connections = 0
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     def cut(self) -> None:
         """Break every connection; new ones are let through."""
@@ -207,6 +221,8 @@ class Relay:
         self._flowing.set()
 
     def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # else accept goes on, with whatever has the descriptor next
+        self._accepting.join()
         self._listener.close()
         self.cut()
         self.thaw()

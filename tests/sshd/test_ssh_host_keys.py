@@ -10,21 +10,22 @@ from paramiko.pkey import PublicBlob
 from sshd import Answers, Keys, Sshd, keygen
 
 from backends.errors import ExitCode, HostKeyRefused
-from backends.ssh import Question, SshHost
+from backends.ssh import Question
+from backends.ssh.connection import Connection
 from backends.ssh.keys import Certificate
 
 
 def refused(sshd: Sshd, *lines: str, **options: object) -> str:
     with pytest.raises(HostKeyRefused) as error:
-        sshd.connect(*lines, **options)
+        sshd.dial(*lines, **options)
     assert error.value.exit_code == ExitCode.HOST_KEY == 5
     assert "Accepted" not in sshd.log.read_text()
     return str(error.value)
 
 
-def notes(host: SshHost) -> list[str]:
-    host.close()
-    return host.state.notes
+def notes(connection: Connection) -> list[str]:
+    connection.close("looked at")
+    return connection.notes
 
 
 @pytest.fixture
@@ -51,12 +52,12 @@ def test_a_new_key_is_refused_where_nobody_can_be_asked(sshd: Sshd, keys: Keys, 
 
 def test_a_new_key_is_accepted_by_its_fingerprint_once(sshd: Sshd, keys: Keys, name: str, unknown: None) -> None:
     shown = keys.fingerprint("host")
-    said = notes(sshd.connect(accept_new_host_key=shown))
+    said = notes(sshd.dial(accept_new_host_key=shown))
     assert said == [
         f"gpu: the ED25519 key {shown} of {name} is new; accepted by --accept-new-host-key; it is kept in {sshd.known_hosts}"
     ]
     assert sshd.known_hosts.read_text() == f"# mine\n{name} {keys.line('host')}\n"
-    assert notes(sshd.connect()) == []
+    assert notes(sshd.dial()) == []
 
 
 def test_another_fingerprint_is_refused(sshd: Sshd, keys: Keys, unknown: None) -> None:
@@ -70,10 +71,8 @@ def test_another_fingerprint_is_refused(sshd: Sshd, keys: Keys, unknown: None) -
 def test_a_person_confirms_a_new_key(sshd: Sshd, keys: Keys, name: str, unknown: None, answer: str) -> None:
     shown = keys.fingerprint("host")
     person = Answers(shown if answer == "fingerprint" else answer)
-    assert "; confirmed; it is kept in " in notes(sshd.connect(ask=person))[0]
-    assert person.asked == [
-        Question("host_key", f"gpu: the ED25519 key {shown} of {name} is not known; is it right?", shown)
-    ]
+    assert "; confirmed; it is kept in " in notes(sshd.dial(ask=person))[0]
+    assert person.asked == [Question("host_key", f"gpu: the ED25519 key {shown} of {name} is not known", shown)]
     assert name in sshd.known_hosts.read_text()
 
 
@@ -90,28 +89,34 @@ def test_nobody_is_asked_where_the_configuration_says_so(sshd: Sshd, unknown: No
     assert person.asked == []
 
 
+def test_what_a_person_should_be_told_is_in_the_state(sshd: Sshd, unknown: None) -> None:
+    host = sshd.connect("StrictHostKeyChecking no")
+    host.close()
+    assert len(host.state.notes) == 1
+
+
 @pytest.mark.parametrize("strict", ["accept-new", "no"])
 def test_a_new_key_is_accepted_where_the_configuration_says_so(sshd: Sshd, unknown: None, strict: str) -> None:
-    said = notes(sshd.connect(f"StrictHostKeyChecking {strict}"))
+    said = notes(sshd.dial(f"StrictHostKeyChecking {strict}"))
     assert len(said) == 1
     assert f"is new; accepted by StrictHostKeyChecking {strict}; it is kept in {sshd.known_hosts}" in said[0]
-    assert notes(sshd.connect()) == []
+    assert notes(sshd.dial()) == []
 
 
 def test_a_new_key_that_cannot_be_kept(sshd: Sshd, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     strict = "StrictHostKeyChecking no"
-    [said] = notes(sshd.connect(strict, f"UserKnownHostsFile {tmp_path}/folder"))
+    [said] = notes(sshd.dial(strict, f"UserKnownHostsFile {tmp_path}/folder"))
     assert said.endswith(f"it could not be kept in {tmp_path}/folder: Is a directory")
-    [said] = notes(sshd.connect(strict, "UserKnownHostsFile none"))
+    [said] = notes(sshd.dial(strict, "UserKnownHostsFile none"))
     assert said.endswith("it is kept nowhere")
 
 
 def test_a_new_key_is_kept_hashed(sshd: Sshd, keys: Keys, name: str, unknown: None) -> None:
-    sshd.connect("StrictHostKeyChecking no", "HashKnownHosts yes").close()
+    assert len(notes(sshd.dial("StrictHostKeyChecking no", "HashKnownHosts yes"))) == 1
     assert name not in sshd.known_hosts.read_text()
     assert keygen("-F", name, "-f", sshd.known_hosts)
-    assert notes(sshd.connect()) == []
+    assert notes(sshd.dial()) == []
 
 
 # --- Known, changed, revoked ---
@@ -120,21 +125,21 @@ def test_a_new_key_is_kept_hashed(sshd: Sshd, keys: Keys, name: str, unknown: No
 @pytest.mark.parametrize("pattern", ["{name}", "127.0.0.1", "*", "[127.0.0.?]:{port}", "x,*,!y"])
 def test_a_known_key(sshd: Sshd, name: str, pattern: str) -> None:
     sshd.know("host", pattern.format(name=name, port=sshd.port))
-    assert notes(sshd.connect()) == []
+    assert notes(sshd.dial()) == []
 
 
 def test_a_hashed_key(sshd: Sshd) -> None:
     keygen("-q", "-H", "-f", sshd.known_hosts)
-    assert notes(sshd.connect()) == []
+    assert notes(sshd.dial()) == []
 
 
 def test_a_global_file(sshd: Sshd) -> None:
-    assert notes(sshd.connect(f"GlobalKnownHostsFile {sshd.known_hosts}", "UserKnownHostsFile none")) == []
+    assert notes(sshd.dial(f"GlobalKnownHostsFile {sshd.known_hosts}", "UserKnownHostsFile none")) == []
 
 
 def test_a_host_key_alias(sshd: Sshd) -> None:
     sshd.know("host", "cluster")
-    assert notes(sshd.connect("HostKeyAlias cluster")) == []
+    assert notes(sshd.dial("HostKeyAlias cluster")) == []
 
 
 @pytest.mark.parametrize("strict", ["ask", "accept-new", "no"])
@@ -162,7 +167,7 @@ def test_the_kind_of_key_that_is_known_is_asked_for(start_sshd: Callable[..., Ss
     keys("rsa", kind="rsa")
     sshd = start_sshd(HostKey=f"{keys('host')}\nHostKey {keys('rsa')}")
     sshd.know("rsa")
-    assert notes(sshd.connect()) == []
+    assert notes(sshd.dial()) == []
 
 
 @pytest.mark.parametrize("strict", ["accept-new", "no"])
@@ -198,13 +203,13 @@ def certified(start_sshd: Callable[..., Sshd], keys: Keys, tmp_path: Path) -> Ca
 
 
 def test_a_certified_host(certified: Callable[..., Sshd]) -> None:
-    assert notes(certified("-h", "-n", "127.0.0.1,gpu", "-V", "-1d:+1d").connect()) == []
+    assert notes(certified("-h", "-n", "127.0.0.1,gpu", "-V", "-1d:+1d").dial()) == []
 
 
 @pytest.mark.parametrize("kind", ["rsa", "ecdsa"])
 def test_an_authority_of_another_kind(certified: Callable[..., Sshd], keys: Keys, kind: str) -> None:
     keys(f"{kind}-ca", kind=kind)
-    assert notes(certified("-h", "-n", "127.0.0.1", authority=f"{kind}-ca", known=f"{kind}-ca").connect()) == []
+    assert notes(certified("-h", "-n", "127.0.0.1", authority=f"{kind}-ca", known=f"{kind}-ca").dial()) == []
 
 
 def test_a_certificate_that_was_tampered_with(keys: Keys, tmp_path: Path) -> None:
@@ -228,8 +233,8 @@ def test_a_certificate_that_does_not_do(certified: Callable[..., Sshd], words: l
     """The key may still be known, or be accepted."""
     sshd = certified(*words)
     assert f"is not known, and its certificate does not do ({fault}); if it is the right one" in refused(sshd)
-    assert notes(sshd.connect("StrictHostKeyChecking no"))
-    assert notes(sshd.connect()) == []
+    assert notes(sshd.dial("StrictHostKeyChecking no"))
+    assert notes(sshd.dial()) == []
 
 
 def test_a_certificate_of_another_authority(certified: Callable[..., Sshd], keys: Keys) -> None:

@@ -14,23 +14,23 @@ from packages import need
 from sshd import ME, Answers, Keys, Sshd, User
 
 from backends.errors import ConnectionFailed
-from backends.ssh import Question, SshHost, remembering
+from backends.ssh import Ask, Question, SshHost, remembering
 from backends.ssh_config import resolve
 
 WHO = f"{ME}@127.0.0.1"
 
 
-def refused(sshd: Sshd, *lines: str, **options: object) -> str:
+def refused(sshd: Sshd, *lines: str, ask: Ask | None = None) -> str:
     with pytest.raises(ConnectionFailed) as error:
-        sshd.connect(*lines, **options)
+        sshd.dial(*lines, ask=ask)
     assert error.value.exit_code == 3
     return str(error.value)
 
 
-def enters(sshd: Sshd, *lines: str, **options: object) -> None:
-    host = sshd.connect(*lines, **options)
-    assert host.request("all") == []
-    host.close()
+def enters(sshd: Sshd, *lines: str, ask: Ask | None = None) -> None:
+    connection = sshd.dial(*lines, ask=ask)
+    assert connection.run("true").recv_exit_status() == 0
+    connection.close("looked at")
 
 
 def attempts(sshd: Sshd) -> int:
