@@ -61,6 +61,7 @@ def user() -> Iterator[User]:
         os.chmod(folder, 0o755)
         made = User(Path(folder) / "home")
         try:
+            made.create()
             yield made
         finally:
             made.delete()

@@ -276,17 +276,19 @@ class User:
 
     def __init__(self, home: Path) -> None:
         self.name, self.home = f"lt{os.getpid()}", home
-        subprocess.run(["useradd", "-M", "-d", str(home), "-s", "/bin/sh", self.name], check=True)
+
+    def create(self) -> None:
+        subprocess.run(["useradd", "-M", "-d", str(self.home), "-s", "/bin/sh", self.name], check=True)
         subprocess.run(["chpasswd"], input=f"{self.name}:{self.password}\n", text=True, check=True)
-        home.mkdir(exist_ok=True)
-        shutil.chown(home, self.name)
+        self.home.mkdir()
+        shutil.chown(self.home, self.name)
 
     def use_shell(self, shell: str) -> None:
         subprocess.run(["usermod", "-s", shell, self.name], check=True)
 
     def delete(self) -> None:
         until(lambda: not self._killed(), "its processes are gone")
-        subprocess.run(["userdel", "-f", self.name], check=True, capture_output=True)
+        subprocess.run(["userdel", "-f", self.name], check=False, capture_output=True)
 
     def agents(self) -> list[psutil.Process]:
         return [process for process in self._processes() if process.info["name"].startswith("python")]

@@ -41,6 +41,17 @@ def test_login_shells(users_sshd: Callable[..., Sshd], user: User, shell: str) -
         host.close()
 
 
+def test_a_python_below_the_home(users_sshd: Callable[..., Sshd], user: User, users_python: tuple[str, str]) -> None:
+    user.use_shell("/bin/sh")
+    python = user.home / "my python"
+    python.symlink_to(users_python[0])
+    host = users_sshd().connect(f"User {user.name}", python="~/my python")
+    try:
+        assert host.request("hello")["python"] == str(python)
+    finally:
+        host.close()
+
+
 def test_a_user_who_may_not_log_in(users_sshd: Callable[..., Sshd], user: User) -> None:
     user.use_shell("/bin/false")
     with pytest.raises(

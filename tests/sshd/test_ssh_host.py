@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import gone, until
+from helpers import ROOT, gone, until
 from sshd import Relay, Sshd
 
 from backends import payload
@@ -337,6 +337,40 @@ def test_a_slow_answer_is_no_dead_peer(sshd: Sshd, stuck: str, closing: Callable
     assert host.state.state == "live"
 
 
+CONSOLE = """
+import sys
+from backends.ssh import SshHost
+from backends.ssh_config import resolve
+host = SshHost(resolve("gpu", sys.argv[1]), python=sys.executable, keepalive=0.1, dead_after=1.0)
+for line in sys.stdin:
+    print(host.request("hello")["python"], flush=True)
+"""
+
+
+def test_a_console_that_was_stopped_itself(sshd: Sshd) -> None:
+    """As by Ctrl+Z: it does not take its own silence for the host's."""
+    console = subprocess.Popen(
+        [sys.executable, "-c", CONSOLE, str(sshd.config())],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+
+    def ask() -> str:
+        assert console.stdin is not None and console.stdout is not None
+        console.stdin.write("\n")
+        console.stdin.flush()
+        return console.stdout.readline().strip()
+
+    with console:
+        assert ask() == sys.executable
+        console.send_signal(signal.SIGSTOP)
+        time.sleep(2)  # there is nothing to be seen that would end it
+        console.send_signal(signal.SIGCONT)
+        assert ask() == sys.executable
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_close_does_not_wait_for_a_dead_peer(sshd: Sshd, relay: Relay, full: bool) -> None:
     host = sshd.connect(port=relay.port)
@@ -373,19 +407,11 @@ def test_a_link_that_is_cut_over_the_payload(sshd: Sshd, relay: Relay, part: flo
     with pytest.raises(ConnectionFailed):
         sshd.connect(port=relay.port)
     cache = sshd.home / "cache/layertap/payload"
-    host = dial_until_reached(sshd, relay)
+    host = sshd.connect(port=relay.port)
     assert host.request("all") == []
     host.close()
     # what the cut one had begun to unpack is gone, or whole, once it notices
     until(lambda: [path.name for path in cache.iterdir()] == [payload.pack()[0]], "there is no half payload")
-
-
-def dial_until_reached(sshd: Sshd, relay: Relay) -> SshHost:
-    """The first link after a cut may still be torn down with it; a person, too, would dial again."""
-    for _ in range(5):
-        with contextlib.suppress(ConnectionFailed):
-            return sshd.connect(port=relay.port)
-    return sshd.connect(port=relay.port)
 
 
 def test_a_peer_that_freezes_before_it_has_said_anything(sshd: Sshd, relay: Relay) -> None:

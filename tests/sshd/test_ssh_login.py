@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -192,14 +193,18 @@ def test_a_certificate_that_the_host_does_not_take(trusting: Sshd, keys: Keys, t
 
 
 class Agent:
-    def __init__(self, socket: Path) -> None:
-        self.socket = socket
+    def __init__(self, path: Path) -> None:
+        self.path = path
         need("ssh-agent", "openssh-client")
-        self.process = subprocess.Popen(["ssh-agent", "-D", "-a", str(socket)], stdout=subprocess.DEVNULL)
-        until(socket.exists, "the agent listens")
+        self.process = subprocess.Popen(["ssh-agent", "-D", "-a", str(path)], stdout=subprocess.DEVNULL)
+        until(self._listens, "the agent listens")
+
+    def _listens(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(str(self.path)) == 0
 
     def add(self, *words: str | Path) -> None:
-        environment = os.environ | {"SSH_AUTH_SOCK": str(self.socket)}
+        environment = os.environ | {"SSH_AUTH_SOCK": str(self.path)}
         subprocess.run(["ssh-add", "-q", *map(str, words)], env=environment, check=True)
 
 
@@ -215,12 +220,12 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 def test_a_key_of_the_agent(sshd: Sshd, keys: Keys, agent: Agent, kind: str) -> None:
     agent.add(keys(f"agent-{kind}", kind=kind))
     sshd.authorized_keys.write_text(keys.public(f"agent-{kind}").read_text())
-    enters(sshd, f"IdentityAgent {agent.socket}", "IdentitiesOnly no")
+    enters(sshd, f"IdentityAgent {agent.path}", "IdentitiesOnly no")
     assert attempts(sshd) == 0
 
 
 def test_the_agent_of_the_environment(sshd: Sshd, keys: Keys, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSH_AUTH_SOCK", str(agent.socket))
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(agent.path))
     agent.add(keys("other"))
     sshd.authorized_keys.write_text(keys.public("other").read_text())
     enters(sshd, "IdentityAgent SSH_AUTH_SOCK", "IdentitiesOnly no")
@@ -231,7 +236,7 @@ def test_only_the_identities_of_the_configuration(sshd: Sshd, keys: Keys, agent:
     for name in ("other", "held"):
         agent.add(keys(name))
     sshd.authorized_keys.write_text(keys.public("held").read_text())
-    use = f"IdentityAgent {agent.socket}"
+    use = f"IdentityAgent {agent.path}"
     assert f"tried {keys('id')}; the host takes" in refused(sshd, use)
     (tmp_path / "held.pub").write_text(keys.public("held").read_text())
     enters(sshd, use, f"IdentityFile {tmp_path}/held.pub")
@@ -241,7 +246,7 @@ def test_only_the_identities_of_the_configuration(sshd: Sshd, keys: Keys, agent:
 def test_the_agent_s_key_of_the_configuration_comes_first(sshd: Sshd, keys: Keys, agent: Agent) -> None:
     for name in ("other", "id"):
         agent.add(keys(name))
-    enters(sshd, f"IdentityAgent {agent.socket}", "IdentitiesOnly no")
+    enters(sshd, f"IdentityAgent {agent.path}", "IdentitiesOnly no")
     assert attempts(sshd) == 0
 
 
@@ -252,7 +257,7 @@ def test_an_encrypted_key_that_the_agent_holds(
     (tmp_path / "open").chmod(0o600)
     subprocess.run(["ssh-keygen", "-q", "-p", "-P", "open sesame", "-N", "", "-f", tmp_path / "open"], check=True)
     agent.add(tmp_path / "open")
-    enters(sshd, locked, f"IdentityAgent {agent.socket}")
+    enters(sshd, locked, f"IdentityAgent {agent.path}")
 
 
 @pytest.mark.parametrize("kind", ["rsa", "ecdsa", "ed25519"])
@@ -261,7 +266,7 @@ def test_a_certificate_for_a_key_of_the_agent(
 ) -> None:
     agent.add(keys(f"agent-{kind}", kind=kind))
     certificate = keys.certificate(tmp_path / "cert", f"agent-{kind}", "-n", ME)
-    enters(trusting, f"IdentityAgent {agent.socket}", f"CertificateFile {certificate}")
+    enters(trusting, f"IdentityAgent {agent.path}", f"CertificateFile {certificate}")
 
 
 @pytest.mark.parametrize("kind", ["rsa", "ecdsa", "ed25519"])
@@ -273,7 +278,7 @@ def test_a_certificate_that_the_agent_holds(
     key.chmod(0o600)
     keys.certificate(tmp_path / "key-cert.pub", f"agent-{kind}", "-n", ME)
     agent.add(key)
-    enters(trusting, f"IdentityAgent {agent.socket}", "IdentitiesOnly no")
+    enters(trusting, f"IdentityAgent {agent.path}", "IdentitiesOnly no")
 
 
 def test_an_agent_that_is_gone(sshd: Sshd, keys: Keys, tmp_path: Path) -> None:
@@ -289,7 +294,7 @@ def test_an_agent_that_will_not_sign(sshd: Sshd, keys: Keys, agent: Agent) -> No
     """As one does whose owner says no; the next key is tried."""
     agent.add("-c", keys("other"))
     sshd.authorized_keys.write_text(keys.public("other").read_text())
-    said = refused(sshd, f"IdentityAgent {agent.socket}", "IdentitiesOnly no")
+    said = refused(sshd, f"IdentityAgent {agent.path}", "IdentitiesOnly no")
     assert f"tried the agent's other (it cannot sign: key cannot be used for signing), {keys('id')};" in said
 
 
