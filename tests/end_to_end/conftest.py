@@ -23,7 +23,7 @@ def layertap() -> Iterator[Layertap]:
         yield made
     finally:
         for run in made.runs():
-            if run["state"] in ("running", "starting"):
+            if run["state"] in ("running", "starting") or (run["dump_dir"] and Path(run["dump_dir"]).exists()):
                 made("stop", run["id"], code=None)
         shutil.rmtree(folder, ignore_errors=True)
 
