@@ -315,6 +315,7 @@ class Extraction:
         reason, attempts = "", sample.attempts
         for attempt in range(ATTEMPTS):
             if attempt:
+                self.say(f"sample {sample.number} is drawn again: {reason}")
                 await asyncio.sleep(BACK_OFF * 4 ** (attempt - 1))
             if self.stopping:
                 return

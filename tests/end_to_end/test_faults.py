@@ -77,6 +77,10 @@ def test_a_damaged_dump_is_drawn_again(
     damage(whole[0])
     os.kill(driver, signal.SIGCONT)
     assert console.wait(300) == 0
+    again = [
+        line for line in layertap("logs", layertap.run_of("extract")["id"]).splitlines() if " is drawn again: " in line
+    ]
+    assert len(again) == 1 and reason in again[0], again
     check(layertap, output, 300)
 
 
