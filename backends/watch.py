@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
-import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import msgspec
 import psutil
 
 from backends.diagnose import Evidence, Rank, diagnose
+from backends.processes import open_files
 from backends.runs import Run
 from backends.startup import Startup
 from capture.dump import DumpError, TapState, read_tap
@@ -174,18 +172,7 @@ def _listener(port: int, ours: set[int]) -> bool | None:
     inodes = _listening_inodes(port)
     if not inodes:
         return None
-    return any(not inodes.isdisjoint(_open_files(pid)) for pid in ours)
-
-
-def _open_files(pid: int) -> Iterator[str]:
-    """What a process has open, as in `socket:[1234]`; one that is gone has nothing."""
-    try:
-        entries = list(Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:
-        return
-    for entry in entries:
-        with contextlib.suppress(OSError):  # closed since; a busy server does that all the time
-            yield os.readlink(entry)
+    return any(not inodes.isdisjoint(open_files(pid)) for pid in ours)
 
 
 def _listening_inodes(port: int) -> set[str]:

@@ -114,11 +114,8 @@ def require_same(old: Settings, new: Settings, output: Path) -> None:
 
 def hash_file(path: Path) -> str:
     """sha256 of a file, in hex. Raises OSError."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hash_weights(model: Path) -> str:

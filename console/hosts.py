@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import re
 import sys
@@ -75,14 +76,9 @@ def known(config: Config) -> list[str]:
 def look(name: str, config: Config, python: str | None) -> dict[str, Any]:
     """How a host is, asked once and nobody being asked anything; never raises."""
     try:
-        host = connect(name, config, python, asking=False)
+        with contextlib.closing(connect(name, config, python, asking=False)) as host:
+            hello, sample = host.request("hello"), host.request("sample")
     except LayertapError as error:
         return {"name": name, "state": "failed", "why": str(error), "sglang": None, "gpus": None}
-    try:
-        hello, sample = host.request("hello"), host.request("sample")
-        gpus = [gpu["name"] for gpu in sample["gpus"]["gpus"]]
-        return {"name": name, "state": "live", "why": None, "sglang": hello["sglang"], "gpus": gpus}
-    except LayertapError as error:
-        return {"name": name, "state": "failed", "why": str(error), "sglang": None, "gpus": None}
-    finally:
-        host.close()
+    gpus = [gpu["name"] for gpu in sample["gpus"]["gpus"]]
+    return {"name": name, "state": "live", "why": None, "sglang": hello["sglang"], "gpus": gpus}

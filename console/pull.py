@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import os
 import shutil
 import sqlite3
 import threading
@@ -31,6 +30,7 @@ from backends.datasets import LAST, Described, Range, WrittenSample
 from backends.errors import ConnectionFailed, Locked, UsageError
 from backends.host import Host
 from capture.dump import write_json
+from capture.formats import sync
 from capture.ledger import TABLES, WrittenFile, token_key
 from capture.manifest import Manifest, differences
 
@@ -549,14 +549,9 @@ def _locked(target: Path) -> Iterator[None]:
 
 def _put(part: Path, final: Path) -> None:
     """Give a whole file its name, so that it outlives a power cut."""
-    for path in (part, final.parent):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        if path == part:
-            part.replace(final)
+    sync(part)
+    part.replace(final)
+    sync(final.parent)
 
 
 def _xxh3(path: Path) -> str:

@@ -51,13 +51,13 @@ def write(name: str, output: Path, number: int, states: dict[str, Any], ids: Any
     except OSError:
         scratch.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
     return WrittenFile(name, relative, len(data), xxhash.xxh3_64_hexdigest(data))
 
 
-def sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a file's content, or a rename in a folder, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

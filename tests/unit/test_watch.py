@@ -292,7 +292,7 @@ def test_a_file_that_closes_meanwhile_does_not_hide_the_listener(monkeypatch: py
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
-        monkeypatch.setattr(watch.os, "readlink", readlink)
+        monkeypatch.setattr(os, "readlink", readlink)
         assert watch._listener(server.getsockname()[1], {os.getpid()}) is True
     assert len(calls) > 1
 
