@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from helpers import free_port, until
 
@@ -259,6 +260,9 @@ def test_how_long_a_log_is_silent(quiet: Run) -> None:
 def test_ranks_are_told_by_their_titles(start: Callable[..., Run], home: Path) -> None:
     titled = "import os; os.execv('/bin/sleep', ['sglang::scheduler_TP0', '600'])"
     run = start("server", [sys.executable, "-c", titled], port=free_port())
+    assert run.running is not None
+    rank = psutil.Process(run.running.child.pid)
+    until(lambda: rank.cmdline()[0] == "sglang::scheduler_TP0" and rank.status() == "sleeping")
     seen = ServerWatch(run)
     ranks = until(lambda: [line for line in seen.look()["verdict"]["evidence"] if line.startswith("rank")])
     assert ranks == ["rank scheduler_TP0 sleeping"]
