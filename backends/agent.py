@@ -32,6 +32,7 @@ from backends.logs import PartHead, read_part
 from backends.sample import Sampler
 from backends.survival import danger
 from backends.watch import ServerWatch
+from capture import events
 
 AT_ONCE = 32
 
@@ -105,13 +106,14 @@ class Agent:
         return [self._summary(run) for run in self.runs.all(kind)]
 
     def run(self, run_id: str) -> dict[str, Any]:
-        """One run, with its progress, its result and how it ended."""
+        """One run, with its progress, its result, how it ended, and its last events."""
         run = self.runs.get(run_id)
         return self._summary(run) | {
             "details": run.spec.details,
             "argv": run.spec.argv,
             "progress": _json(run.folder / "progress.json"),
             "result": _json(run.folder / "result.json"),
+            "events": events.latest(run.folder),
         }
 
     def server(self, port: int | None = None) -> dict[str, Any]:

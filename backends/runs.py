@@ -5,6 +5,7 @@
                       run.json     who runs it: pids with their start times, boot and machine
                       <kind>.log   what it printed
                       progress.json, result.json     of jobs
+                      events.jsonl   what happened to it, a line an event
                       stop.json    that somebody asked it to stop, exit.json  how it ended
 
 A run is started by a small supervisor, the leader of a session of its own, which outlives every console and link and
@@ -37,6 +38,7 @@ import psutil
 
 import capture
 from backends.errors import Locked, RunDied, UsageError
+from capture import events
 from capture.server import Process
 
 SCHEMA = 1
@@ -299,7 +301,7 @@ class Runs:
                 shutil.rmtree(spec.dump_dir, ignore_errors=True)
             raise Locked(self._locked_by(port, lock))
         if run.running is None:
-            write_json(run.folder / "exit.json", _ended(supervisor.wait()))
+            _write_exit(run.folder, supervisor.wait())
             raise RunDied(f"{kind} could not be started: {_tail(run.log)}")
         threading.Thread(target=supervisor.wait, daemon=True).start()  # so that it leaves no zombie
         return run
@@ -333,6 +335,7 @@ def supervise(folder: Path) -> int:
     except OSError as error:
         print(f"layertap: {private.argv[0]}: {error.strerror}", file=sys.stderr, flush=True)  # noqa: T201
         return 127
+    events.append(folder, "started", child=child.pid, supervisor=os.getpid())
     write_json(
         folder / "run.json",
         Running(
@@ -344,7 +347,7 @@ def supervise(folder: Path) -> int:
             started=time.time(),
         ),
     )
-    write_json(folder / "exit.json", _ended(child.wait()))
+    _write_exit(folder, child.wait())
     return 0
 
 
@@ -360,6 +363,7 @@ def stop(run: Run, why: str, first: signal.Signals = signal.SIGTERM) -> Stopped:
         raise UsageError(f"{run.id} runs on another machine that shares this home; stop it from there")
     if state in ("starting", "running"):  # of one that is dead already, it would hide how it ended
         write_json(run.folder / "stop.json", {"schema": SCHEMA, "why": why, "at": time.time()})
+        events.append(run.folder, "stop_asked", why=why)
     how = NOT_RUNNING
     known = {process.pid for process in run.processes()}
     running = run.running
@@ -389,7 +393,10 @@ def stop(run: Run, why: str, first: signal.Signals = signal.SIGTERM) -> Stopped:
     # Of a run that was over long ago, the port may be anybody's by now.
     if port is not None and how != NOT_RUNNING and not _until(lambda: port_free(port), PORT_SECONDS):
         left.append(f"port {port} is still open")
-    return Stopped(id=run.id, seconds=round(time.monotonic() - begun, 1), how=how, left=left)
+    made = Stopped(id=run.id, seconds=round(time.monotonic() - begun, 1), how=how, left=left)
+    if how != NOT_RUNNING:
+        events.append(run.folder, "stopped", how=made.how, seconds=made.seconds, left=made.left)
+    return made
 
 
 def port_free(port: int) -> bool:
@@ -446,9 +453,11 @@ def _existing(pids: Iterable[int]) -> Iterator[psutil.Process]:
             yield psutil.Process(pid)
 
 
-def _ended(code: int) -> Exit:
-    """`code` as subprocess gives it: negative for a signal."""
-    return Exit(code=code if code >= 0 else None, signal=-code if code < 0 else None, at=time.time())
+def _write_exit(folder: Path, code: int) -> None:
+    """Write down how a run ended; `code` as subprocess gives it: negative for a signal."""
+    exit = Exit(code=code if code >= 0 else None, signal=-code if code < 0 else None, at=time.time())
+    events.append(folder, "ended", code=exit.code, signal=exit.signal)  # first: it is there for whoever sees exit.json
+    write_json(folder / "exit.json", exit)
 
 
 def _signal(pids: Iterable[int], number: signal.Signals) -> None:

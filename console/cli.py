@@ -207,19 +207,20 @@ def hosts(*, common: Common = COMMON) -> int:
 
 
 @app.command
-def runs(*, common: Common = COMMON) -> int:
-    """List the runs of the host, the newest first."""
-    from console import headless
+def runs(run: str | None = None, *, common: Common = COMMON) -> int:
+    """List the runs of the host, the newest first, or show one of them with what happened to it.
 
-    def lines(found: list[dict[str, Any]]) -> Iterator[str]:
-        for run in found:
-            ended = run["exit"]
-            how = "" if not ended else f" {ended['code']}" if ended["signal"] is None else f" signal {ended['signal']}"
-            yield f"{run['id']:<32} {run['state']}{how}"
+    Args:
+        run: id of a run, or its beginning.
+    """
+    from console import headless, words
 
     with _session(common) as session:
-        found = session.host.request("all")
-        headless.out({"schema": 1, "runs": found}, common.json, lambda _: lines(found))
+        if run:
+            headless.out(session.host.request("run", run_id=run), common.json, words.run)
+        else:
+            found = session.host.request("all")
+            headless.out({"schema": 1, "runs": found}, common.json, lambda _: map(words.run_line, found))
         return ExitCode.OK
 
 

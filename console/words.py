@@ -8,6 +8,17 @@ from collections.abc import Iterator
 from typing import Any
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+EVENTS = {
+    "started": "started as process {child}, supervised by process {supervisor}",
+    "stop_asked": "asked to stop: {why}",
+    "prepared": "prepared: {samples:,} samples, {written:,} of them written already",
+    "gate": "gate: {what}; {remedy}",
+    "retry": "sample {sample} is drawn again: {reason}",
+    "failed": "sample {sample} ({file}:{line}) failed: {reason}",
+    "log_only": "further retries and failures are only in the log",
+    "server_lost": "server lost: {reason}",
+    "error": "ended early: {reason}",
+}
 SIGNS = {"healthy": "+", "starting": "~", "crashed": "!", "stopped": "-", "unknown": "?"}
 
 
@@ -124,6 +135,36 @@ def extraction(run: dict[str, Any]) -> Iterator[str]:
     result = run["result"] or {}
     if "error" in result:
         yield f"  {result['error']}"
+
+
+def run(shown: dict[str, Any]) -> Iterator[str]:
+    """A run in one line, and its events in a line each."""
+    yield run_line(shown)
+    for one in shown["events"]:
+        yield f"  {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(one['at']))}  {event(one)}"
+
+
+def run_line(shown: dict[str, Any]) -> str:
+    """A run's id, its state and how it ended."""
+    ended = shown["exit"]
+    how = "" if not ended else f" {ended['code']}" if ended["signal"] is None else f" signal {ended['signal']}"
+    return f"{shown['id']:<32} {shown['state']}{how}"
+
+
+def event(one: dict[str, Any]) -> str:
+    """An event of a run's history in one line; one that another version wrote is shown as it is."""
+    facts = {name: fact for name, fact in one.items() if name not in ("at", "event")}
+    try:
+        if one["event"] == "ended":
+            text = f"ended with code {one['code']}" if one["signal"] is None else f"ended by signal {one['signal']}"
+        elif one["event"] == "stopped":
+            left = "; ".join(one["left"]) or "nothing"
+            text = f"stopped in {one['seconds']} s ({one['how']}), left behind: {left}"
+        else:
+            text = EVENTS[one["event"]].format(**facts)
+    except (KeyError, TypeError, ValueError):
+        text = ": ".join([one["event"], ", ".join(f"{name.replace('_', ' ')} {facts[name]}" for name in facts)])
+    return " ".join(text.split())
 
 
 def progress(now: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from command import Layertap, free_port, shared_data, until, write_rows
-from test_extract import CUT, GSM8K, check, take
+from test_extract import CUT, GSM8K, check, history, take
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +81,8 @@ def test_a_damaged_dump_is_drawn_again(
         line for line in layertap("logs", layertap.run_of("extract")["id"]).splitlines() if " is drawn again: " in line
     ]
     assert len(again) == 1 and reason in again[0], again
+    (retry,) = [event for event in history(layertap) if event["event"] == "retry"]
+    assert reason in retry["reason"]
     check(layertap, output, 300)
 
 
@@ -102,6 +104,8 @@ def test_rows_whose_states_are_not_finite_fail_and_the_rest_is_written(
         (failure,) = made["failures"]
         assert failure["sample"] == 1
         assert "holds values that are not finite, first in row" in failure["reason"]
+        (failed,) = [event for event in history(layertap) if event["event"] == "failed"]
+        assert (failed["sample"], failed["reason"]) == (1, failure["reason"])
         report = layertap.json("verify", output, code=1)
         assert (report["verified"], [failed["sample"] for failed in report["failures"]]) == (2, [1])
         assert len(list((output / "native").rglob("*.safetensors"))) == 2
@@ -167,6 +171,7 @@ def test_a_prefix_from_the_cache_is_refused_by_the_gate_and_said_by_try(layertap
     try:
         layertap("extract", write_rows(work / "rows.jsonl", 2), "--output", work / "out", "--port", port, code=6)
         assert "the prefix cache is on, so shared prefixes would not be computed" in layertap.narration
+        assert [event["id"] for event in history(layertap) if event["event"] == "gate"] == ["radix"]
         layertap("try", "Some words, twice.", "--port", port)
         layertap("try", "Some words, twice.", "--port", port, code=1)
         assert "tokens were not computed but came from a prefix cache" in layertap.narration

@@ -17,6 +17,7 @@ from backends import runs
 from backends.agent import Agent
 from backends.errors import Locked, RunDied, UsageError
 from backends.runs import Run
+from capture import events
 
 Start = Callable[..., Run]
 
@@ -49,11 +50,13 @@ def test_a_run_as_it_is_shown(agent: Agent, start: Start, home: Path) -> None:
         "argv": SLEEP,
         "progress": None,
         "result": None,
+        "events": events.latest(run.folder),
     }
     made = agent.stop(run.id[:-1], "enough")
     assert (made.id, made.how, made.left) == (run.id, "asked", [])
     shown = agent.run(run.id)
     assert (shown["state"], shown["stop_asked"], shown["exit"].signal) == ("exited", True, signal.SIGINT)
+    assert [event["event"] for event in shown["events"]] == ["started", "stop_asked", "ended", "stopped"]
 
 
 def test_progress_and_result_are_read_from_the_folder(agent: Agent, start: Start) -> None:
@@ -169,6 +172,8 @@ def test_a_job_that_fails_says_why(agent: Agent, home: Path) -> None:
     assert ended["exit"].code == 2
     assert ended["result"] == {"error": f"{home}/nothing is no dataset: it has no manifest.json"}
     assert ended["details"] == {"output": f"{home}/nothing"}
+    assert [event["event"] for event in ended["events"]] == ["started", "error", "ended"]
+    assert ended["events"][1]["reason"] == ended["result"]["error"]
 
 
 # --- An earlier demo ---

@@ -136,6 +136,7 @@ def test_words_that_are_not_understood(layertap: Callable[..., Ran], words: str,
         ("status --config none.toml", "none.toml: there is no such file"),
         ("extract rows.jsonl --output out --prompt-column q", "--prompt-column and --response-column go together"),
         ("stop server-1", "no run begins with 'server-1'; runs: none at all"),
+        ("runs server-1", "no run begins with 'server-1'; runs: none at all"),
         (
             "plan rows.jsonl",
             "no server runs here to take the model from; name the model's folder with --model",
@@ -346,6 +347,14 @@ def test_from_launch_to_stop(launched: Callable[..., tuple[Ran, int]], layertap:
     assert after.returncode == 9
     assert after.stdout.splitlines()[1] == f"- server {run_id}: stopped"
     assert layertap("runs").stdout == f"{run_id:<32} exited signal 15\n"
+    line, *history = layertap("runs", run_id).stdout.splitlines()
+    assert line == f"{run_id:<32} exited signal 15"
+    said = ["started as process", "asked to stop: layertap stop", "ended by signal 15", "stopped in"]
+    for event, beginning in zip(history, said, strict=True):
+        assert re.match(rf"  \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d  {beginning}", event)
+    shown = json.loads(layertap("runs", run_id, "--json").stdout)
+    assert (shown["schema"], shown["id"]) == (1, run_id)
+    assert [event["event"] for event in shown["events"]] == ["started", "stop_asked", "ended", "stopped"]
     assert layertap("logs").stdout == log.stdout
     ended(layertap("stop"), 9, "layertap: no server of ours runs here; `layertap launch` it")
 

@@ -414,3 +414,56 @@ def test_a_launch() -> None:
         "--disable-radix-cache  # missing rows [base]",
         "--api-key ***          # [command line]",
     ]
+
+
+# --- Runs ---
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ({"event": "started", "child": 8, "supervisor": 7}, "started as process 8, supervised by process 7"),
+        ({"event": "stop_asked", "why": "layertap stop"}, "asked to stop: layertap stop"),
+        ({"event": "ended", "code": 0, "signal": None}, "ended with code 0"),
+        ({"event": "ended", "code": None, "signal": 9}, "ended by signal 9"),
+        (
+            {"event": "stopped", "how": "asked", "seconds": 1.5, "left": []},
+            "stopped in 1.5 s (asked), left behind: nothing",
+        ),
+        (
+            {"event": "stopped", "how": "ended by SIGKILL", "seconds": 37.0, "left": ["port 1", "process 2 (x)"]},
+            "stopped in 37.0 s (ended by SIGKILL), left behind: port 1; process 2 (x)",
+        ),
+        (
+            {"event": "prepared", "resumed": True, "samples": 2500, "written": 1200, "bad_rows": 0},
+            "prepared: 2,500 samples, 1,200 of them written already",
+        ),
+        (
+            {"event": "gate", "id": "radix", "fatal": True, "what": "the cache is on", "remedy": "turn it off"},
+            "gate: the cache is on; turn it off",
+        ),
+        ({"event": "retry", "sample": 3, "reason": "/generate:\n 500"}, "sample 3 is drawn again: /generate: 500"),
+        (
+            {"event": "failed", "sample": 3, "file": "r.jsonl", "line": 4, "reason": "not finite"},
+            "sample 3 (r.jsonl:4) failed: not finite",
+        ),
+        ({"event": "log_only", "most": 300}, "further retries and failures are only in the log"),
+        ({"event": "server_lost", "reason": "it is dead"}, "server lost: it is dead"),
+        ({"event": "error", "reason": "no such file"}, "ended early: no such file"),
+        ({"event": "finished", "samples": 3, "bad_rows": 0}, "finished: samples 3, bad rows 0"),
+        ({"event": "retry", "sample": 3}, "retry: sample 3"),
+        ({"event": "prepared", "samples": None, "written": 1}, "prepared: samples None, written 1"),
+        ({"event": "ended"}, "ended:"),
+        ({"event": "of_a_later_version", "key": [1]}, "of_a_later_version: key [1]"),
+    ],
+)
+def test_an_event(event: dict[str, Any], said: str) -> None:
+    assert words.event({"at": 1.0, **event}) == said
+
+
+def test_a_run_with_its_events() -> None:
+    at = time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))
+    shown = {"id": "try-1", "state": "exited", "exit": {"code": 0, "signal": None}}
+    shown["events"] = [{"at": at, "event": "ended", "code": 0, "signal": None}]
+    assert list(words.run(shown)) == [f"{'try-1':<32} exited 0", "  2026-01-02 03:04:05  ended with code 0"]
+    assert words.run_line({"id": "try-1", "state": "running", "exit": None}) == f"{'try-1':<32} running"
