@@ -23,15 +23,15 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from backends import datasets, payloads, runs
-from backends.errors import ExitCode, LayertapError, UsageError
+from backends import datasets, folders, payloads, runs
+from backends.errors import ExitCode, LayertapError, RunDied, UsageError
 from backends.frames import FrameError, pack, read_frame
 from backends.jobs import JOBS, refuse_second, start_job
 from backends.launch import Launching, launch
 from backends.logs import PartHead, read_part
 from backends.sample import Sampler
 from backends.survival import danger
-from backends.watch import ServerWatch
+from backends.watch import EarlierStart, ServerWatch, earlier_start
 from capture import events
 
 AT_ONCE = 32
@@ -48,6 +48,7 @@ class Agent:
         self.runs = runs.Runs(Path(state) / "layertap")
         self.sampler = Sampler(self.runs)
         self.watches: dict[str, ServerWatch] = {}
+        self.earlier: dict[str, EarlierStart | None] = {}
         self.lock = threading.Lock()
 
     def hello(self) -> dict[str, Any]:
@@ -120,6 +121,11 @@ class Agent:
         """The live server of that port, or the only one."""
         return self.run(self.runs.server(port).id)
 
+    def newest_server(self, port: int | None = None) -> dict[str, Any] | None:
+        """The live server, of that port if given; else the one that ran last, None where none ever did."""
+        found = self._newest_server(port)
+        return self.run(found.id) if found else None
+
     def status(self, run_id: str) -> dict[str, Any]:
         """A server run's phases, verdict, tap and dumps."""
         run = self.runs.get(run_id)
@@ -127,7 +133,9 @@ class Agent:
             raise UsageError(f"{run.id} is no server")
         with self.lock:
             watch = self.watches.setdefault(run.id, ServerWatch(run))
-        return self.run(run.id) | watch.look()
+            if run.id not in self.earlier:
+                self.earlier[run.id] = earlier_start(self.runs, run)
+        return self.run(run.id) | watch.look() | {"earlier": self.earlier[run.id]}
 
     def stop(self, run_id: str, why: str = "asked for") -> runs.Stopped:
         """Stop a run, and what draws from it; answers what is left of either."""
@@ -142,6 +150,22 @@ class Agent:
         made = runs.stop(run, why)
         made.left[:0] = left
         return made
+
+    def overview(self, run_id: str | None = None, port: int | None = None) -> dict[str, Any]:
+        """What a look at this host shows, in one answer: a sample, a server, and the newest extraction.
+
+        The server is that of `run_id`; else the live one, of `port` if given; else the one that ran last.
+        """
+        server = self.runs.get(run_id) if run_id else self._newest_server(port)
+        return {
+            "sample": self.sample(server.id if server else None),
+            "server": self.status(server.id) if server else None,
+            "extraction": self.extraction(),
+        }
+
+    def folder(self, path: str) -> folders.Folder:
+        """What a folder of this host holds."""
+        return folders.read_folder(path)
 
     def extraction(self, output: str | None = None) -> dict[str, Any] | None:
         """The newest extraction, into `output` if given."""
@@ -175,6 +199,13 @@ class Agent:
         except OSError as error:
             raise UsageError(f"{place}: {error}") from error
 
+    def _newest_server(self, port: int | None) -> runs.Run | None:
+        """The live one, else the one that ran last. Raises UsageError where several are live."""
+        try:
+            return self.runs.server(port)
+        except RunDied:
+            return next((run for run in self.runs.all("server") if port in (None, run.spec.port)), None)
+
     def _drawing_from(self, server: runs.Run) -> list[runs.Run]:
         return [run for run in self.runs.all() if run.spec.details.get("server") == server.id and run.alive()]
 
@@ -205,13 +236,12 @@ def sglang_version() -> str | None:
         return None
 
 
-def serve(payload: str) -> None:
+def serve(agent: Agent) -> None:
     """Answer requests until the link closes."""
     from_console = sys.stdin.buffer
     to_console = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a stray print must not land between frames
-    agent = Agent(Path(payload))
-    threading.Thread(target=payloads.prune, args=(Path(payload), agent.runs), daemon=True).start()
+    threading.Thread(target=payloads.prune, args=(agent.payload, agent.runs), daemon=True).start()
     lock = threading.Lock()
     pool = ThreadPoolExecutor(AT_ONCE)
     try:

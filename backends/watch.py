@@ -13,7 +13,7 @@ import psutil
 
 from backends.diagnose import Evidence, Rank, diagnose
 from backends.processes import open_files
-from backends.runs import Run
+from backends.runs import Run, Runs
 from backends.startup import Startup
 from capture.dump import DumpError, TapState, read_tap
 
@@ -21,6 +21,43 @@ HEALTH_SECONDS = 25.0  # SGLang itself gives up after 20
 HEALTH_PAUSE = 5.0  # every 200 costs the server a generated token
 FIRST_ANSWER = 5.0  # a healthy server takes about one second
 LOG_STEP = 4 << 20
+EARLIER_RUNS = 20  # that are looked at for one that came up
+EARLIER_LOG = 8 << 20  # bytes of its log; a start writes about 100 kB
+
+
+class EarlierStart(msgspec.Struct):
+    """How long an earlier start of the same profile and model took: seconds in all, and in each phase by its id."""
+
+    run: str
+    seconds: float
+    phases: dict[str, float]
+
+
+def earlier_start(runs: Runs, run: Run) -> EarlierStart | None:
+    """The newest start before `run`, of its profile and model, that came up; None where none did."""
+    kind = _kind(run)
+    before = [other for other in runs.all("server") if other.spec.created < run.spec.created and _kind(other) == kind]
+    for other in before[:EARLIER_RUNS]:
+        startup = Startup()
+        try:
+            with other.log.open("rb") as file:
+                startup.feed(file.read(EARLIER_LOG).decode(errors="replace"))
+        except OSError:
+            continue
+        ready = startup.phases[-1].started if startup.ready else None
+        if ready is None:
+            continue
+        took = {
+            phase.id: max(0.0, phase.ended - phase.started)
+            for phase in startup.phases
+            if phase.started is not None and phase.ended is not None
+        }
+        return EarlierStart(other.id, max(0.0, ready - other.spec.created), took)
+    return None
+
+
+def _kind(run: Run) -> tuple[Any, Any]:
+    return run.spec.details.get("profile"), run.spec.details.get("model")
 
 
 class ServerWatch:

@@ -69,6 +69,29 @@ COMMON = Common()
 ROW_OPTIONS = RowOptions()
 
 
+@app.default
+def console(*, read_only: bool = False, port: int | None = None, common: Common = COMMON) -> int:
+    """Open the console on a host: link, server, GPUs, dumps and extraction live, and every verb by a key.
+
+    Args:
+        read_only: look, and change nothing.
+        port: port of the server, where several run.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError("the console needs a terminal; `layertap status --watch` follows without one")
+    from console import config
+    from console.tui.app import run
+
+    return run(
+        common.host,
+        config.load(common.config),
+        common.python,
+        common.accept_new_host_key,
+        read_only=read_only,
+        port=port,
+    )
+
+
 @app.command
 def launch(
     profile: str,
@@ -506,21 +529,18 @@ def demo(
 @contextmanager
 def _session(common: Common) -> Iterator[Session]:
     """A session with the host that is meant."""
-    from backends.sglang import load_profiles
     from console import config
-    from console.hosts import connect
-    from console.session import Session
+    from console.hosts import open_session, terminal
 
-    loaded = config.load(common.config)
-    profiles = load_profiles(loaded.profile)
-    host = connect(common.host, loaded, common.python, common.accept_new_host_key)
+    session = open_session(
+        common.host, config.load(common.config), common.python, common.accept_new_host_key, terminal()
+    )
     try:
-        for note in host.state.notes:
+        for note in session.host.state.notes:
             sys.stderr.write(f"layertap: {note}\n")
-        dump_dir = loaded.host.get(common.host, config.HostConfig()).dump_dir
-        yield Session(host, profiles, dump_dir, loaded.extract)
+        yield session
     finally:
-        host.close()
+        session.host.close()
 
 
 def _pairs(words: list[str], option: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from backends import sglang
-from backends.errors import NotReady, RunDied, UsageError
+from backends.errors import NotReady, RunDied
 from backends.host import Host
 from backends.launch import Launching
 from backends.logs import LogCursor, PartHead, Step
@@ -19,6 +19,12 @@ from console.config import ExtractConfig
 SCHEMA = 1
 NO_DEFAULTS = ExtractConfig()
 POLL_SECONDS = 0.5
+
+
+def empty_snapshot() -> dict[str, Any]:
+    """A snapshot of a host of which nothing is known yet."""
+    names = ("link", "host", "gpus", "server", "processes", "dumps", "extraction", "runs")
+    return {"schema": SCHEMA, "at": time.time()} | dict.fromkeys(names)
 
 
 class Session:
@@ -84,16 +90,12 @@ class Session:
             time.sleep(POLL_SECONDS)
 
     def newest_server(self, port: int | None = None) -> dict[str, Any]:
-        """The live server, else the one that ran last. Raises RunDied where none ever ran."""
-        runs = [run for run in self.host.request("all", kind="server") if port in (None, run["port"])]
-        live = [run for run in runs if run["state"] in ("running", "starting")]
-        if len(live) > 1:
-            ports = ", ".join(str(run["port"]) for run in live)
-            raise UsageError(f"servers run on ports {ports}; say which with --port")
-        if not runs:
+        """The live server, else the one that ran last. Raises RunDied where none ever ran, UsageError for several."""
+        found = self.host.request("newest_server", port=port)
+        if found is None:
             where = "" if port is None else f" on port {port}"
             raise RunDied(f"no server of ours ever ran here{where}; `layertap launch` one")
-        return self._dict((live or runs)[0])
+        return self._dict(found)
 
     def start(self, kind: str, job: dict[str, Any], port: int | None = None) -> dict[str, Any]:
         """Start a job."""
@@ -128,23 +130,24 @@ class Session:
         _, data = self.host.read(path, max(0, head["size"] - most), most)
         return data.decode(errors="replace")
 
-    def snapshot(self, port: int | None = None) -> dict[str, Any]:
-        """Everything that there is to show; None where unknown, no units inside strings."""
-        try:
-            server: dict[str, Any] | None = self.status(self.newest_server(port)["id"])
-        except RunDied:
-            server = None
-        sample = self.host.request("sample", run_id=server["id"] if server else None)
+    def snapshot(self, port: int | None = None, run_id: str | None = None) -> dict[str, Any]:
+        """Everything that there is to show; None where unknown, no units inside strings.
+
+        The server is that of `run_id`; else the live one, of `port` if given; else the one that ran last.
+        """
+        seen = self.host.request("overview", run_id=run_id, port=port)
+        sample = seen["sample"]
         return {
             "schema": SCHEMA,
             "at": time.time(),
             "link": msgspec.to_builtins(self.host.state),
             "host": {key: self.hello[key] for key in ("host", "user", "python", "sglang")} | sample["host"],
             "gpus": sample["gpus"],
-            "server": server,
+            "server": seen["server"],
             "processes": sample["processes"],
             "dumps": sample["dumps"],
-            "extraction": self.extraction(),
+            "extraction": seen["extraction"],
+            "runs": sample["runs"],
         }
 
     @staticmethod

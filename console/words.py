@@ -121,6 +121,15 @@ def link(state: dict[str, Any]) -> Iterator[str]:
     yield f"! link {state['state']}{since}{attempt}{following}{': ' + state['why'] if state['why'] else ''}"
 
 
+def stream(state: dict[str, Any]) -> str:
+    """How one stream is: `live`, `stale for 12 s`, with the bytes that are gone."""
+    lost = "" if state["lost_bytes"] == 0 else ", bytes of it are gone"
+    if state["lost_bytes"]:
+        lost = f", {state['lost_bytes']:,} bytes of it are gone"
+    age = f" for {duration(state['heard_age'])}" if state["state"] == "stale" else ""
+    return f"{state['state']}{age}{lost}"
+
+
 def _number(value: float | None) -> str:
     return "?" if value is None else f"{value:.0f}"
 

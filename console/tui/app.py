@@ -1,0 +1,180 @@
+"""The console: screens over one host's feed. It shows, and asks; it waits for nothing and stops nothing by itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from textual.app import App, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+
+from console.commands import BY_ID, COMMANDS
+from console.config import Config
+from console.feed import Feed
+from console.hosts import open_session
+from console.tui.screens.base import HostScreen
+from console.tui.screens.dashboard import DashboardScreen
+from console.tui.screens.dialogs import Confirm, HostKey, Secret
+from console.tui.screens.help import HelpScreen, key_name
+
+SHOW_SECONDS = 0.25
+
+VIEWS: dict[str, Callable[[Feed], Screen[None]]] = {}
+
+
+def run(host: str, config: Config, python: str | None, accept: str | None, *, read_only: bool, port: int | None) -> int:
+    """Open the console, until it is left; returns the exit code."""
+    feed = Feed(host, lambda ask: open_session(host, config, python, accept, ask), port)
+    app = Console(feed, read_only=read_only)
+    app.run()
+    return app.return_code or 0
+
+
+class Console(App[None], inherit_bindings=False):
+    """`layertap` without a verb."""
+
+    TITLE = "Layertap"
+    CSS_PATH = "console.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *(
+            Binding(command.key, f"command('{command.id}')", command.label, id=command.id, show=command.footer)
+            for command in COMMANDS
+        ),
+        Binding("ctrl+c", "help_quit", show=False, system=True),
+    ]
+
+    def __init__(self, feed: Feed, *, read_only: bool = False, keymap: dict[str, str] | None = None) -> None:
+        super().__init__()
+        self.feed = feed
+        self.read_only = read_only
+        self._keys = keymap or {}
+        self._asking: object = None
+
+    def on_mount(self) -> None:
+        """Show the dashboard, and begin to watch."""
+        self.set_keymap(self._keys)
+        self.push_screen(DashboardScreen(self.feed))
+        self.feed.start()
+        self.set_interval(SHOW_SECONDS, self.show_now)
+
+    def show_now(self) -> None:
+        """Hand what is known now to the screen on top, and put the pending question."""
+        now = self.feed.snapshot()
+        if isinstance(self.screen, HostScreen):
+            self.screen.show(now)
+        question = now["question"]
+        if question and question != self._asking:
+            self._asking = question
+            self._put(question)
+
+    def _put(self, question: dict[str, Any]) -> None:
+        def answered(text: str | None) -> None:
+            self._asking = None
+            self.feed.answer(text)
+
+        if question["kind"] == "host_key":
+            self.push_screen(HostKey(question), lambda right: answered("yes" if right else None))
+        else:
+            self.push_screen(Secret(question), answered)
+
+    # --- Commands ---
+
+    async def action_command(self, name: str) -> None:
+        """Do a command, or say why it cannot be done now."""
+        command = BY_ID[name]
+        refusal = command.refusal(self.feed.snapshot())
+        if command.changes and self.read_only:
+            refusal = "this console was started with --read-only"
+        if refusal:
+            self.notify(f"{command.label}: {refusal}", severity="warning", markup=False)
+        elif name == "view.dashboard":
+            self._back()
+        elif name in VIEWS:
+            self._back()
+            self.push_screen(VIEWS[name](self.feed))
+        else:
+            getattr(self, f"_do_{name.replace('.', '_')}")()
+
+    def _back(self) -> None:
+        while len(self.screen_stack) > 2:
+            self.pop_screen()
+
+    def _do_help(self) -> None:
+        self.push_screen(HelpScreen(self._keys_here()))
+
+    def _keys_here(self) -> list[tuple[str, str]]:
+        """Keys of the screen and of what has the focus, without those of the app."""
+        ours = {command.id for command in COMMANDS}
+        found: dict[str, str] = {}
+        for active in self.screen.active_bindings.values():
+            binding = active.binding
+            if binding.id and binding.id not in ours and "." in binding.id and binding.description:
+                found.setdefault(binding.description, "")
+                keys = [*filter(None, found[binding.description].split("  ")), key_name(binding.key)]
+                found[binding.description] = "  ".join(dict.fromkeys(keys))
+        return [(keys, text) for text, keys in found.items()]
+
+    def _do_server_stop(self) -> None:
+        server = self.feed.snapshot()["server"]
+        self._stop(server["id"], f"Stop the server {server['id']} on port {server['port']}, and what draws from it?")
+
+    def _do_extract_stop(self) -> None:
+        run = self.feed.snapshot()["extraction"]
+        self._stop(run["id"], f"Stop {run['id']}?\nWhat is written stays; the same rows and folder go on later.")
+
+    def _stop(self, run_id: str, text: str) -> None:
+        def confirmed(yes: bool | None) -> None:
+            if yes:
+                self.run_worker(stopping())
+
+        async def stopping() -> None:
+            screen = self.screen
+            assert isinstance(screen, HostScreen)
+            self.notify(f"stopping {run_id} …", markup=False)
+            made = await screen.ask_host(lambda session: session.stop(run_id, "asked for in the console"))
+            if made is None:
+                return
+            left = "; ".join(made["left"])
+            if left:
+                self.notify(f"{run_id} left something behind: {left}", severity="error", timeout=30, markup=False)
+            else:
+                self.notify(f"{run_id} stopped in {made['seconds']} s ({made['how']}), nothing left", markup=False)
+
+        self.push_screen(Confirm(text, "Stop it"), confirmed)
+
+    def _do_link_retry(self) -> None:
+        self.feed.retry()
+
+    def _do_theme_next(self) -> None:
+        names = sorted(self.available_themes)
+        self.theme = names[(names.index(self.theme) + 1) % len(names)]
+        self.notify(f"theme {self.theme}", markup=False)
+
+    def _do_screenshot(self) -> None:
+        path = Path.cwd() / f"layertap-{time.strftime('%Y%m%d-%H%M%S')}.svg"
+        try:
+            path.write_text(self.export_screenshot(title="Layertap"), encoding="utf-8")
+        except OSError as error:
+            self.notify(f"{path}: {error.strerror}", severity="error", markup=False)
+        else:
+            self.notify(f"written to {path}", markup=False)
+
+    def _do_quit(self) -> None:
+        self.exit()
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """The palette: our commands, and the choice of a theme."""
+        for command in COMMANDS:
+            if not (command.changes and self.read_only):
+                yield SystemCommand(command.label, command.help, lambda name=command.id: self._from_palette(name))
+        yield SystemCommand("Choose a theme", "every theme by name", self.action_change_theme)
+
+    def _from_palette(self, name: str) -> None:
+        self.run_worker(self.action_command(name))
+
+    def on_unmount(self) -> None:
+        """Let the link go; runs go on."""
+        self.feed.close()

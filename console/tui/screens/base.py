@@ -1,0 +1,103 @@
+"""What every screen has: the line at its top that tells host, link and server, and the keys at its bottom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from textual.app import ComposeResult
+from textual.screen import Screen
+from textual.widgets import Footer, Static
+
+from backends.errors import LayertapError
+from console import words
+from console.feed import Feed
+from console.session import Session
+from console.tui.widgets.panel import Panel, joined, line
+
+T = TypeVar("T")
+
+
+class HostLine(Static):
+    """Host and link on the left, profile, SGLang and tap on the right."""
+
+    DEFAULT_CSS = "HostLine { height: 1; background: $panel; padding: 0 1; }"
+
+    def __init__(self, feed: Feed) -> None:
+        super().__init__(markup=False)
+        self.feed = feed
+
+    def show(self, now: dict[str, Any]) -> None:
+        """Draw this snapshot."""
+        host, server = now["host"], now["server"]
+        name = (
+            self.feed.name if host is None or self.feed.name == host["host"] else f"{self.feed.name} ({host['host']})"
+        )
+        left = joined([line(("Layertap", "bold"), f"  {name}"), link_words(now)])
+        right = ""
+        if server is not None:
+            tap = server["tap"]
+            layers = tap["layers"] if tap else None
+            inside = f"tap in, {len(layers['boundaries'])} layers" if tap and tap["inside"] and layers else "tap not in"
+            running = server["state"] in ("running", "starting")
+            right = (
+                f"{server['details']['profile']} · SGLang {server['sglang']} · {inside if running else server['state']}"
+            )
+        elif host is not None:
+            right = f"SGLang {host['sglang']}" if host["sglang"] else "no SGLang found there; say --python"
+        space = self.content_size.width - left.cell_length - len(right)
+        self.update(line(left, " " * space, (right, "$text-muted")) if space > 1 else left)
+
+
+def link_words(now: dict[str, Any]) -> Any:
+    """How the link is, with a sign and a colour where it is not simply live."""
+    link = now["link"]
+    if link["state"] == "live":
+        samples = next((stream for stream in now["streams"] if stream["name"] == "samples"), None)
+        if samples and samples["state"] == "stale":
+            return line((f"! {words.stream(samples)}", "bold $text-warning"))
+        age = "" if not samples or samples["heard_age"] is None else f" {samples['heard_age']:.1f} s"
+        return line(("+ live", "$text-success"), (age, "$text-muted"))
+    said = " ".join(words.link(link)).removeprefix("! link ")
+    style = "$text-error" if link["state"] == "failed" else "$text-warning"
+    return line((f"{'!' if link['state'] == 'failed' else '~'} {said}", f"bold {style}"))
+
+
+class HostScreen(Screen[None]):
+    """A screen of one host; `show` gets every new snapshot while the screen is on top."""
+
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide"), (160, "-huge")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (30, "-high")]  # noqa: RUF012
+
+    def __init__(self, feed: Feed) -> None:
+        super().__init__()
+        self.feed = feed
+
+    def compose(self) -> ComposeResult:
+        """Top line, body, keys."""
+        yield HostLine(self.feed)
+        yield from self.compose_body()
+        yield Footer(show_command_palette=False)
+
+    def compose_body(self) -> ComposeResult:
+        """What stands between top line and keys."""
+        raise NotImplementedError
+
+    def show(self, now: dict[str, Any]) -> None:
+        """Draw a snapshot."""
+        self.query_one(HostLine).show(now)
+        for panel in self.query(Panel):
+            panel.show(now)
+
+    def on_mount(self) -> None:
+        """Draw what is known already."""
+        self.call_after_refresh(lambda: self.show(self.feed.snapshot()))
+
+    async def ask_host(self, act: Callable[[Session], T]) -> T | None:
+        """Do something on the host without blocking a key; an error is shown, and gives None."""
+        try:
+            return await asyncio.wrap_future(self.feed.call(act))
+        except LayertapError as error:
+            self.notify(str(error), severity="error", timeout=12, markup=False)
+            return None
