@@ -110,7 +110,6 @@ class Agent:
         """One run, with its progress, its result, how it ended, and its last events."""
         run = self.runs.get(run_id)
         return self._summary(run) | {
-            "details": run.spec.details,
             "argv": run.spec.argv,
             "progress": _json(run.folder / "progress.json"),
             "result": _json(run.folder / "result.json"),
@@ -223,6 +222,7 @@ class Agent:
             "code": spec.code,
             "sglang": spec.sglang,
             "created": spec.created,
+            "details": spec.details,
             "stop_asked": run.stop_asked,
             "exit": run.exit,
         }

@@ -117,6 +117,11 @@ KNOWN = (
         "free space where the message says, or move the cache there (HF_HOME, XDG_CACHE_HOME)",
     ),
     Known(
+        r"failed to map segment from shared object",
+        "compiled code lies on a file system that is mounted noexec, most often the home",
+        "move the caches of compilers to another one (XDG_CACHE_HOME, TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR)",
+    ),
+    Known(
         r"Errno 98|[Aa]ddress already in use|EADDRINUSE|port \d+ is in use|used by a process already",
         "a port that the server needs is taken",
         FREE_THE_PORT,

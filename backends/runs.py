@@ -39,6 +39,7 @@ import psutil
 import capture
 from backends.errors import Locked, RunDied, UsageError
 from capture import events
+from capture.dump import DumpError
 from capture.server import Process
 
 SCHEMA = 1
@@ -263,12 +264,11 @@ class Runs:
         """Start a detached run; returns once its supervisor has written run.json.
 
         `prepare` may put files into the folder and add to the environment before anything runs. Raises Locked where
-        `lock` is held, RunDied where the process could not be started.
+        `lock` is held, RunDied where the process could not be started, UsageError where its folder cannot be written.
         """
         created = time.time()
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(created))
         run = Run(self.folder / f"{kind}-{stamp}-{secrets.token_hex(2)}")
-        run.folder.mkdir(mode=0o700)
         spec = Spec(
             id=run.id,
             kind=kind,
@@ -280,9 +280,20 @@ class Runs:
             created=created,
             details=details or {},
         )
-        env = {**env, RUN_VARIABLE: run.id, **(prepare(run) if prepare else {})}
-        write_json(run.folder / "env.json", Private(argv=argv, env=env, lock=str(lock) if lock else None))
-        write_json(run.folder / "spec.json", spec)
+        try:
+            run.folder.mkdir(mode=0o700)
+            env = {**env, RUN_VARIABLE: run.id, **(prepare(run) if prepare else {})}
+            write_json(run.folder / "env.json", Private(argv=argv, env=env, lock=str(lock) if lock else None))
+            write_json(run.folder / "spec.json", spec)
+            self._supervise(run, spec, lock)
+        except (OSError, DumpError) as error:
+            _remove(run, spec)
+            why = str(error) if isinstance(error, DumpError) else f"{error.filename or run.folder}: {error.strerror}"
+            raise UsageError(f"{kind} could not be started: {why}; make room there, or let us write there") from error
+        return run
+
+    def _supervise(self, run: Run, spec: Spec, lock: Path | None) -> None:
+        """Start the supervisor and wait for its word."""
         with open(os.open(run.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
             supervisor = subprocess.Popen(
                 [sys.executable, "-P", "-m", "backends.runs", str(run.folder)],
@@ -296,15 +307,12 @@ class Runs:
         while run.running is None and supervisor.poll() is None:
             time.sleep(0.02)
         if supervisor.poll() == Locked.exit_code:
-            shutil.rmtree(run.folder)
-            if spec.dump_dir:
-                shutil.rmtree(spec.dump_dir, ignore_errors=True)
-            raise Locked(self._locked_by(port, lock))
+            _remove(run, spec)
+            raise Locked(self._locked_by(spec.port, lock))
         if run.running is None:
             _write_exit(run.folder, supervisor.wait())
-            raise RunDied(f"{kind} could not be started: {_tail(run.log)}")
+            raise RunDied(f"{spec.kind} could not be started: {_tail(run.log)}")
         threading.Thread(target=supervisor.wait, daemon=True).start()  # so that it leaves no zombie
-        return run
 
     def _locked_by(self, port: int | None, lock: Path | None) -> str:
         holder = next((run for run in self.all("server") if run.spec.port == port and run.alive()), None)
@@ -336,17 +344,20 @@ def supervise(folder: Path) -> int:
         print(f"layertap: {private.argv[0]}: {error.strerror}", file=sys.stderr, flush=True)  # noqa: T201
         return 127
     events.append(folder, "started", child=child.pid, supervisor=os.getpid())
-    write_json(
-        folder / "run.json",
-        Running(
-            id=run.id,
-            supervisor=Process.of(os.getpid()),
-            child=Process.of(child.pid),
-            boot=boot_id(),
-            machine=machine_id(),
-            started=time.time(),
-        ),
+    running = Running(
+        id=run.id,
+        supervisor=Process.of(os.getpid()),
+        child=Process.of(child.pid),
+        boot=boot_id(),
+        machine=machine_id(),
+        started=time.time(),
     )
+    try:
+        write_json(folder / "run.json", running)
+    except OSError:  # nobody would ever find it
+        child.kill()
+        child.wait()
+        raise
     _write_exit(folder, child.wait())
     return 0
 
@@ -473,6 +484,13 @@ def _until(true: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.1)
     return True
+
+
+def _remove(run: Run, spec: Spec) -> None:
+    """Leave nothing of a run that did not come to be."""
+    for folder in (str(run.folder), spec.dump_dir):
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _title(process: psutil.Process) -> str:

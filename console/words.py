@@ -149,8 +149,13 @@ def extraction(run: dict[str, Any]) -> Iterator[str]:
 def run(shown: dict[str, Any]) -> Iterator[str]:
     """A run in one line, and its events in a line each."""
     yield run_line(shown)
-    for one in shown["events"]:
-        yield f"  {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(one['at']))}  {event(one)}"
+    yield from (f"  {line}" for line in events(shown["events"]))
+
+
+def events(found: list[dict[str, Any]]) -> Iterator[str]:
+    """Events of a run's history, a line each with its time."""
+    for one in found:
+        yield f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(one['at']))}  {event(one)}"
 
 
 def run_line(shown: dict[str, Any]) -> str:

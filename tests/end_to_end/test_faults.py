@@ -8,31 +8,16 @@ import shutil
 import signal
 import struct
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import Layertap, free_port, shared_data, until, write_rows
 from test_extract import CUT, GSM8K, check, history, take
+from tmpfs import small_tmpfs
 
 pytestmark = pytest.mark.slow
-
-
-@contextmanager
-def small_disk(place: Path, size: str) -> Iterator[Path]:
-    """A file system of its own; skips aloud where it cannot be mounted."""
-    place.mkdir(mode=0o700)
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", str(place)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def damage_truncate(folder: Path) -> None:
@@ -130,7 +115,7 @@ def test_a_full_output_disk_stops_the_run_and_loses_nothing(
     layertap: Layertap, server: dict[str, Any], work: Path
 ) -> None:
     rows = write_rows(work / "rows.jsonl", 200)
-    with small_disk(work / "disk", "6m") as disk:
+    with small_tmpfs(work / "disk", "6m") as disk:
         output = disk / "out"
         layertap("extract", rows, "--output", output, "--allow-volatile", code=1)
         assert f"{output} is full; nothing is lost: make room and give the same command again" in layertap.narration
@@ -142,7 +127,7 @@ def test_a_full_output_disk_stops_the_run_and_loses_nothing(
 
 def test_a_full_dump_folder_slows_or_fails_requests_and_never_the_server(layertap: Layertap, work: Path) -> None:
     rows, output = write_rows(work / "rows.jsonl", 12), work / "out"
-    with small_disk(work / "shm", "120m") as shm:
+    with small_tmpfs(work / "shm", "120m") as shm:
         config = work / "layertap.toml"
         config.write_text(f'[host.local]\ndump_dir = "{shm}"\n')
         port = free_port()

@@ -172,6 +172,12 @@ def test_a_dead_rank_behind_an_open_port() -> None:
             "HF_HOME",
         ),
         (
+            "ImportError: /home/u/.cache/tvm-ffi/x.so: failed to map segment from shared object",
+            "weights",
+            "compiled code lies on a file system that is mounted noexec, most often the home",
+            "XDG_CACHE_HOME",
+        ),
+        (
             "RuntimeError: NCCL error: Error while creating shared memory segment /dev/shm/nccl-x (size 33030528)",
             "dist",
             "/dev/shm is too small",
