@@ -1,0 +1,187 @@
+"""The newest lines of one log, kept in memory for the screen; the file on the host is the whole of it.
+
+One thread feeds bytes as they come, others read lines by their numbers, which never change.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from backends.startup import MARKERS, Startup
+from console.log_lines import PREFIX, Clock, Level, Levels, clean, redrawn
+
+LONGEST = 64 << 10
+"""Bytes that are kept of a line."""
+UNFINISHED_SECONDS = 0.25
+"""How long half a line waits for its end before it is shown as it is."""
+_START = MARKERS[0]  # the first line of a server's start that tells of it
+_NEEDLES = tuple({marker.needle for marker in MARKERS})
+
+
+class Line(msgspec.Struct, frozen=True, gc=False):
+    """One line. `time` is in epoch seconds, None where the line has no stamp.
+
+    `phase` is the start-up phase that begins here (one of `backends.startup.PHASES`), else "". `cut` is how many
+    bytes were left out at its end. `ours`: it stands in no log, but says what became of one.
+    """
+
+    number: int
+    text: str
+    level: Level = ""
+    phase: str = ""
+    time: float | None = None
+    cut: int = 0
+    ours: bool = False
+
+
+class LogBuffer:
+    """The newest lines of a log: at most `most_lines`, whose text takes at most `most_bytes` of memory.
+
+    `first` is the number of the oldest line kept and `next` that of the one to come. `bytes` counts what was fed.
+    `newest` is the last time stamp, in epoch seconds, and `rank_width` the length of the longest rank tag, as in `TP0`.
+    """
+
+    def __init__(
+        self,
+        most_lines: int = 200_000,
+        most_bytes: int = 64 << 20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.most_lines = most_lines
+        self.most_bytes = most_bytes
+        self.first = 0
+        self.next = 0
+        self.bytes = 0
+        self.newest: float | None = None
+        self.rank_width = 0
+        self._clock = clock
+        self._feeding = threading.Lock()
+        self._dropping = threading.Lock()  # apart, so that no reader waits while a large part is taken in
+        self._lines: list[Line] = []
+        self._text_bytes = 0
+        self._half = b""
+        self._half_cut = 0
+        self._half_since = 0.0
+        self._stamps = Clock()
+        self._levels = Levels()
+        self._startup = Startup()
+
+    @property
+    def dropped(self) -> int:
+        """How many lines are no longer here."""
+        return self.first
+
+    @property
+    def unfinished(self) -> Line | None:
+        """The line whose end has not come yet, once it has waited for a moment; its number is `next`."""
+        half = self._half
+        if not half or self._clock() - self._half_since < UNFINISHED_SECONDS:
+            return None
+        text = redrawn(half.decode(errors="replace"))[-1]
+        return Line(self.next, clean(text), cut=self._half_cut)
+
+    def line(self, number: int) -> Line | None:
+        """The line of that number; None where it was dropped or has not come yet."""
+        found = self.lines(number, number + 1)
+        return found[0] if found else None
+
+    def lines(self, first: int, next: int) -> list[Line]:
+        """The lines from `first` up to, not including, `next`, as far as they are here."""
+        with self._dropping:
+            return self._lines[max(0, first - self.first) : max(0, next - self.first)]
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes of the log, cut anywhere."""
+        with self._feeding:
+            self.bytes += len(data)
+            end_of_half, *others = data.split(b"\n")
+            self._extend_half(end_of_half)
+            if others:
+                self._finish_half()
+                for whole in others[:-1]:
+                    self._take(whole)
+                self._extend_half(others[-1])
+            self._drop()
+
+    def mark(self, text: str) -> None:
+        """Add a line of our own, such as `run server-… begins`. A half line before it gets no end any more."""
+        with self._feeding:
+            if self._half:
+                self._finish_half()
+            self._append(Line(self.next, clean(text), ours=True))
+            self._drop()
+
+    def _extend_half(self, part: bytes) -> None:
+        if part and not self._half:
+            self._half_since = self._clock()
+        self._half += part
+        if b"\r" in part:
+            *done, drawing = redrawn(self._half.decode(errors="surrogateescape"))
+            for text in done:
+                self._take(text.encode(errors="surrogateescape"))
+            returned = b"\r" if part.endswith(b"\r") else b""
+            self._half = drawing.encode(errors="surrogateescape") + returned
+        self._half_cut += max(0, len(self._half) - LONGEST)
+        self._half = self._half[:LONGEST]
+
+    def _finish_half(self) -> None:
+        half, cut = self._half, self._half_cut
+        self._half, self._half_cut = b"", 0
+        self._take(half, cut)
+
+    def _take(self, whole: bytes, cut: int = 0) -> None:
+        if b"\r" in whole:
+            whole = whole.rstrip(b"\r")
+            for text in redrawn(whole.decode(errors="replace")):
+                self._add(text[:LONGEST], cut + max(0, len(text) - LONGEST))
+        else:
+            self._add(whole[:LONGEST].decode(errors="replace"), cut + max(0, len(whole) - LONGEST))
+
+    def _add(self, text: str, cut: int) -> None:
+        text = clean(text)
+        message, stamp = text, None
+        prefix = PREFIX.match(text)
+        if prefix is not None:
+            message = text[prefix.end() :]
+            stamp = self._stamps.read(f"{prefix['date']} {prefix['clock']}")
+            self.newest = stamp or self.newest
+            self.rank_width = max(self.rank_width, len(prefix["rank"]) - 1)
+        level = self._levels.of(message, stamped=prefix is not None)
+        self._append(Line(self.next, text, level, self._phase(text, message), stamp, cut))
+
+    def _append(self, line: Line) -> None:
+        self._lines.append(line)
+        self._text_bytes += sys.getsizeof(line.text)
+        self.next += 1
+
+    def _phase(self, text: str, message: str) -> str:
+        """The start-up phase that begins with this line, or ""."""
+        ready = self._startup.ready
+        if (ready and _START.needle not in message) or not any(needle in message for needle in _NEEDLES):
+            return ""
+        if _START.pattern.match(message):
+            self._startup = Startup()
+        if self._startup.ready:
+            return ""
+        before = {phase.id for phase in self._startup.phases}
+        self._startup.feed(text + "\n")
+        return next((phase.id for phase in self._startup.phases if phase.id not in before), "")
+
+    def _drop(self) -> None:
+        over = len(self._lines) - self.most_lines
+        if over <= 0 and self._text_bytes <= self.most_bytes:
+            return
+        # Some more at once, since each time all the others move.
+        count = max(0, over) + len(self._lines) // 64
+        self._text_bytes -= sum(sys.getsizeof(line.text) for line in self._lines[:count])
+        while self._text_bytes > self.most_bytes and count < len(self._lines):
+            self._text_bytes -= sys.getsizeof(self._lines[count].text)
+            count += 1
+        with self._dropping:
+            del self._lines[:count]
+            self.first += count
