@@ -10,7 +10,8 @@ from made_dataset import make_dataset, require_copy
 from sshd import Relay, Sshd
 
 from backends.host import Reconnecting
-from console import pull as pulls
+from console.pull import pull
+from console.pull import source as pull_source
 
 CUTS = 5
 SIZE = 300_000
@@ -18,7 +19,7 @@ SIZE = 300_000
 
 def test_cuts_in_the_middle_of_files(sshd: Sshd, relay: Relay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is missing, and nothing that had come is fetched again."""
-    monkeypatch.setattr(pulls, "CHUNK", 100_000)
+    monkeypatch.setattr(pull_source, "CHUNK", 100_000)
     source = make_dataset(tmp_path / "source", size=SIZE)
     host = Reconnecting(lambda: sshd.connect(port=relay.port), first_delay=0.05, longest_delay=0.2)
     real, cut = host.read, []
@@ -31,7 +32,7 @@ def test_cuts_in_the_middle_of_files(sshd: Sshd, relay: Relay, tmp_path: Path, m
 
     monkeypatch.setattr(host, "read", read)
     try:
-        made = pulls.pull(host, str(source), tmp_path / "target")
+        made = pull(host, str(source), tmp_path / "target")
     finally:
         host.close()
     assert len(cut) == CUTS and relay.connections > 1
