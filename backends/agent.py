@@ -33,6 +33,7 @@ from backends.sample import Sampler
 from backends.survival import danger
 from backends.watch import EarlierStart, ServerWatch, earlier_start
 from capture import events
+from capture.ledger import State
 
 AT_ONCE = 32
 
@@ -97,7 +98,7 @@ class Agent:
         return self.run(run.id)
 
     def start(self, kind: str, job: dict[str, Any], port: int | None = None) -> dict[str, Any]:
-        """Start a job (try, plan, extract, verify)."""
+        """Start a job; JOBS has the kinds."""
         if kind not in JOBS:
             raise UsageError(f"no job is called {kind!r}; there are {', '.join(JOBS)}")
         return self.run(start_job(self.runs, self.payload, kind, job, port).id)
@@ -182,6 +183,23 @@ class Agent:
     ) -> list[datasets.WrittenSample]:
         """The next page of a dataset's written samples, with their files; see `backends.datasets.written`."""
         return datasets.written(path, after, ranges)
+
+    def samples(
+        self,
+        path: str,
+        after: int = -1,
+        before: int | None = None,
+        state: State | None = None,
+        most: int = 200,
+    ) -> datasets.Page:
+        """Some of a dataset's samples, in whatever state; see `backends.datasets.samples`."""
+        return datasets.samples(path, after, before, state, most)
+
+    def sample_log(self, path: str, number: int) -> list[datasets.SampleLog]:
+        """What the logs of the extractions into a dataset say of one of its samples, the newest first."""
+        drawn = (run for run in self.runs.all("extract") if run.spec.details.get("output") == path)
+        logs = (datasets.log_of_sample(run.id, run.log, number) for run in drawn)
+        return [log for log in logs if log.lines]
 
     def remove_demo(self, path: str) -> None:
         """Delete the dataset of an earlier demo. Raises UsageError for a folder that holds anything else, Locked."""

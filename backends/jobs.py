@@ -1,4 +1,4 @@
-"""Starting jobs on the host: try, plan, extract and verify, each a run with a job.json of its own."""
+"""Starting jobs on the host: try, plan, extract, verify and sample, each a run with a job.json of its own."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from capture.server import Server
 from capture.settings import SETTINGS_VARIABLE, TapSettings
 
 # Kinds of job, and whether they draw from a server.
-JOBS = {"try": True, "plan": False, "extract": True, "verify": False}
+JOBS = {"try": True, "plan": False, "extract": True, "verify": False, "sample": False}
 PATHS = ("rows", "output")
+ASKED = ("formats", "options", "allow_volatile")  # what else it takes to ask for the same extraction again
 
 
 def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: int | None) -> Run:
@@ -25,6 +26,7 @@ def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: i
     job = {key: _absolute(value) if key in PATHS and value else value for key, value in job.items()}
     details = {key: job[key] for key in PATHS if job.get(key)}
     if kind == "extract":
+        details |= {key: job[key] for key in ASKED if key in job}
         refuse_second(runs, job["output"])
     if JOBS[kind]:
         server = runs.server(port)

@@ -21,6 +21,7 @@ import msgspec
 
 from capture import code_hash, draw, driver, dump, events, formats, gate, ledger, manifest, plan, rows, verify
 from capture.chat import InputError
+from capture.inspect_sample import inspect_sample
 from capture.rows import RowOptions
 from capture.server import Server, ServerGone
 
@@ -59,6 +60,14 @@ class VerifyJob(msgspec.Struct, frozen=True, kw_only=True):
     """A dataset to verify."""
 
     output: str
+
+
+class SampleJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A sample of a dataset to look at; see `inspect_sample`."""
+
+    output: str
+    number: int
+    trusted_model: str | None = None
 
 
 def report(progress: Any) -> None:
@@ -173,6 +182,12 @@ def run_verify(job: VerifyJob) -> tuple[int, Any]:
     return (1 if made.failed else 0), made
 
 
+def run_sample(job: SampleJob) -> tuple[int, Any]:
+    """Look at one sample."""
+    seen = inspect_sample(Path(job.output), job.number, job.trusted_model)
+    return (1 if seen.failures else 0), seen
+
+
 def run_extract(job: driver.ExtractJob) -> tuple[int, Any]:
     """Run an extraction; its result is its last progress."""
     seen: list[Any] = []
@@ -189,6 +204,7 @@ JOBS: dict[str, tuple[Any, Callable[[Any], tuple[int, Any]]]] = {
     "plan": (PlanJob, run_plan),
     "extract": (driver.ExtractJob, run_extract),
     "verify": (VerifyJob, run_verify),
+    "sample": (SampleJob, run_sample),
 }
 COUNTS = ("rows", "samples", "written", "verified", "failed", "bad", "bad_rows", "seconds")  # of whichever result
 

@@ -463,6 +463,27 @@ def verify(dataset: Path, *, common: Common = COMMON) -> int:
 
 
 @app.command
+def sample(dataset: Path, number: int, *, trust_remote_code: bool = False, common: Common = COMMON) -> int:
+    """Show one sample token by token: the loss mask, the states' norms, odd rows; exit 1 where it is not verified.
+
+    Args:
+        dataset: folder of the dataset.
+        number: the sample's number.
+        trust_remote_code: let the model's own tokenizer code run.
+    """
+    from console import headless, words
+
+    with _session(common) as session:
+        place = _path(dataset, common)
+        model = session.host.request("dataset", path=place)["manifest"]["settings"]["model"]
+        job = {"output": place, "number": number, "trusted_model": model if trust_remote_code else None}
+        run = headless.follow_job(session, session.start("sample", job)["id"], lambda _: "reading …")
+        code, result = headless.finish_job(session, run)
+        headless.out(result, common.json, words.sample)
+        return code
+
+
+@app.command
 def demo(
     output: Path = Path("layertap-demo"),
     *,

@@ -19,6 +19,9 @@ EVENTS = {
     "server_lost": "server lost: {reason}",
     "error": "ended early: {reason}",
 }
+SAMPLE_SIGNS = {"pending": "·", "sent": "~", "written": "+", "failed": "!"}
+TOKENS_SHOWN = 40
+ODD_SHOWN = 5
 SIGNS = {"healthy": "+", "starting": "~", "crashed": "!", "stopped": "-", "unknown": "?"}
 
 
@@ -302,6 +305,76 @@ def tried(made: dict[str, Any]) -> Iterator[str]:
         yield f"{name:<6} {state['shape']} {state['dtype']} mean {state['mean']:.4g} std {state['std']:.4g} · {what}"
     for finding in made["findings"]:
         yield f"{'!!' if finding['fatal'] else '!'} {finding['what']}; {finding['remedy']}"
+
+
+def sample(seen: dict[str, Any]) -> Iterator[str]:
+    """A sample of a dataset in lines: its tokens with the loss mask and the norms, its states, what is wrong."""
+    yield sample_head(seen)
+    if seen["no_text"]:
+        yield f"no texts: {seen['no_text']}"
+    tokens, states = seen["tokens"], seen["states"]
+    odd = {(name, one["row"]): odd_sign(one["why"]) for name, state in states.items() for one in state["odd"]}
+    yield f"{'row':>6}{'id':>9}  {'text':<20}{'loss':<4}" + "".join(f"{'|' + name + '|':>12}" for name in states)
+    for row, token in enumerate(tokens[:TOKENS_SHOWN]):
+        norms = "".join(
+            f"{odd.get((name, row), '')} {norm(state['norms'][row])}".rjust(12) for name, state in states.items()
+        )
+        text = "" if token["text"] is None else repr(token["text"])
+        yield f"{row:>6}{token['id']:>9}  {text:<20}{'yes' if token['in_loss'] else '-':<4}{norms}"
+    more = max(0, len(tokens) - TOKENS_SHOWN) + seen["left_out"]
+    if more:
+        yield f"{'…':>6} and {more:,} more"
+    for name, state in states.items():
+        yield f"{name:<6} {sample_state(state)}"
+        if state["odd"]:
+            yield f"       {odd_rows(state)}"
+    if any(state["odd"] for state in states.values()):
+        yield f"! wrong, ? {seen['rule']}"
+    for file in seen["files"]:
+        yield f"{file['path']}: {size(file['bytes'])}"
+    for failure in seen["failures"]:
+        yield f"! {failure['format'] + ': ' if failure['format'] else ''}{failure['reason']}"
+    if not seen["failures"]:
+        yield "+ verified: ids, mask, shapes, dtype, values, size and checksum are as they should be"
+
+
+def sample_head(seen: dict[str, Any]) -> str:
+    """A sample in one line."""
+    one = seen["sample"]
+    in_loss = sum(token["in_loss"] for token in seen["tokens"])
+    of_first = f" of the first {len(seen['tokens']):,}" if seen["left_out"] else ""
+    attempts = f"{one['attempts']} attempt{'' if one['attempts'] == 1 else 's'}"
+    return (
+        f"{SAMPLE_SIGNS[one['state']]} sample {one['number']:,} {one['state']} · {one['file'].rpartition('/')[2]}:"
+        f"{one['line']} · {one['tokens']:,} tokens, {in_loss:,}{of_first} in the loss · {attempts}"
+    )
+
+
+def sample_state(state: dict[str, Any]) -> str:
+    """A state of a sample in figures."""
+    known = [value for value in state["norms"] if value is not None]
+    around = f"{norm(min(known))} to {norm(max(known))}" if known else "?"
+    return (
+        f"{state['shape']} {state['dtype']} · mean {norm(state['mean'])} · std {norm(state['std'])} · "
+        f"norm {around}, median {norm(state['median_norm'])}"
+    )
+
+
+def odd_rows(state: dict[str, Any]) -> str:
+    """Which rows of a state are odd, and in what: `! row 3 all zero · ? row 0 far off · 2 more`."""
+    parts = [f"{odd_sign(one['why'])} row {one['row']:,} {one['why']}" for one in state["odd"][:ODD_SHOWN]]
+    more = state["odd_rows"] - len(parts)
+    return " · ".join([*parts, *([f"{more:,} more"] if more > 0 else [])])
+
+
+def odd_sign(why: str) -> str:
+    """`?` for a row that may be as it should, `!` for one that cannot."""
+    return "?" if why == "far off" else "!"
+
+
+def norm(value: float | None) -> str:
+    """A figure of a state; `?` for one that is not finite."""
+    return "?" if value is None else f"{value:.4g}"
 
 
 def launch(merged: dict[str, Any]) -> Iterator[str]:

@@ -75,6 +75,15 @@ def test_what_a_job_is_told_of_its_server(job: Callable[..., Run], server: Serve
     assert asked.spec.details == {"server": run.id}
 
 
+def test_an_extraction_keeps_what_it_takes_to_ask_for_it_again(
+    job: Callable[..., Run], server: Server, home: Path
+) -> None:
+    run = server("silent")
+    again = {"formats": ["native"], "options": {"max_length": 100}, "allow_volatile": True}
+    asked = job("extract", rows="rows.jsonl", output="data", layertap="0.1.0", **again)
+    assert asked.spec.details == {"rows": f"{home}/rows.jsonl", "output": f"{home}/data", "server": run.id, **again}
+
+
 def test_the_lock_for_drawing_is_the_servers(all_runs: Runs, server: Server) -> None:
     run = server("silent")
     assert draw_lock(all_runs, run) == all_runs.lock_path(run.spec.port, ".draw")

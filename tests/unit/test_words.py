@@ -416,6 +416,77 @@ def test_a_launch() -> None:
     ]
 
 
+# --- A sample ---
+
+
+def sample(**known: Any) -> dict[str, Any]:
+    state = {
+        "shape": [3, 8],
+        "dtype": "bfloat16",
+        "mean": -0.00123,
+        "std": 1.5,
+        "median_norm": 40.0,
+        "norms": [4123.4, 40.0, 0.0],
+        "odd": [{"row": 2, "why": "all zero"}, {"row": 0, "why": "far off"}],
+        "odd_rows": 2,
+        "norm": "before the final norm",
+    }
+    one = {"number": 1234, "file": "/rows/a.jsonl", "line": 17, "tokens": 3, "state": "written", "attempts": 1}
+    return {
+        "sample": one,
+        "tokens": [
+            {"id": 19180, "text": "What\n", "in_loss": False},
+            {"id": 5, "text": " is", "in_loss": True},
+            {"id": 6, "text": None, "in_loss": True},
+        ],
+        "left_out": 0,
+        "no_text": None,
+        "states": {"aux_0": state},
+        "rule": "norm more than 10 times off the median",
+        "files": [{"format": "native", "path": "native/1234", "bytes": 71_700, "xxh3": ""}],
+        "failures": [],
+        **known,
+    }
+
+
+def test_a_sample_token_by_token() -> None:
+    assert list(words.sample(sample())) == [
+        "+ sample 1,234 written · a.jsonl:17 · 3 tokens, 2 in the loss · 1 attempt",
+        "   row       id  text                loss     |aux_0|",
+        "     0    19180  'What\\n'            -         ? 4123",
+        "     1        5  ' is'               yes          40",
+        "     2        6                      yes         ! 0",
+        "aux_0  [3, 8] bfloat16 · mean -0.00123 · std 1.5 · norm 0 to 4123, median 40",
+        "       ! row 2 all zero · ? row 0 far off",
+        "! wrong, ? norm more than 10 times off the median",
+        "native/1234: 71.7 kB",
+        "+ verified: ids, mask, shapes, dtype, values, size and checksum are as they should be",
+    ]
+
+
+def test_a_sample_without_states_and_texts() -> None:
+    one = sample()["sample"] | {"state": "failed", "attempts": 3}
+    why = {"sample": 1234, "format": None, "reason": "it is not extracted"}
+    said = list(
+        words.sample(sample(sample=one, states={}, files=[], failures=[why], no_text="/m: no such model", left_out=9))
+    )
+    assert said[0] == "! sample 1,234 failed · a.jsonl:17 · 3 tokens, 2 of the first 3 in the loss · 3 attempts"
+    assert said[1] == "no texts: /m: no such model"
+    assert said[-2:] == ["     … and 9 more", "! it is not extracted"]
+
+
+def test_odd_rows_of_which_there_are_many() -> None:
+    odd = [{"row": row, "why": "all zero"} for row in range(7)]
+    said = words.odd_rows({"odd": odd, "odd_rows": 1007})
+    assert said.startswith("! row 0 all zero · ! row 1 all zero")
+    assert said.endswith("! row 4 all zero · 1,002 more")
+
+
+def test_figures_that_are_not_finite() -> None:
+    state = {"shape": [1, 8], "dtype": "float32", "mean": None, "std": None, "median_norm": None, "norms": [None]}
+    assert words.sample_state(state) == "[1, 8] float32 · mean ? · std ? · norm ?, median ?"
+
+
 # --- Runs ---
 
 
