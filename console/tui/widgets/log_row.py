@@ -1,0 +1,97 @@
+"""How one row of a log is drawn: its sign, the cursor, the text as far as it is in view, and a tag at the right."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.strip import Strip
+
+from console.log_buffer import Line
+from console.log_lines import PREFIX
+
+MARGIN = 2  # cells left of the text: the level's sign and the cursor
+SIGNS = {"error": "E", "warning": "W", "": " "}
+LEAST_FOR_TAGS = 40  # cells of width below which a tag would hide too much of its line
+
+Span = tuple[int, int, Style]
+
+
+class Look(NamedTuple):
+    """The styles of a log, as the theme has them."""
+
+    base: Style
+    error: Style
+    warning: Style
+    muted: Style
+    match: Style
+    cursor: Style
+    selection: Style
+
+
+def shown(line: Line, rank_width: int) -> str:
+    """The line as it is drawn: the stamp without its date, and ranks in a column `rank_width` wide."""
+    prefix = PREFIX.match(line.text)
+    if prefix is None:
+        return line.text
+    rank = f" {prefix['rank'].strip():<{rank_width}}" if rank_width else ""
+    return f"{prefix['clock']}{rank}  {line.text[prefix.end() :]}"
+
+
+def tag(line: Line) -> str:
+    """What is said at the right end of the line, or ""."""
+    if line.cut:
+        return f"── {line.cut:,} more bytes in the file ──"
+    return f"── {line.phase.replace('_', '-')} ──" if line.phase else ""
+
+
+def boundary(line: Line, width: int) -> str:
+    """A line of our own: a rule as wide as the log, with its words at the right."""
+    words = f" {line.text} ──"
+    return "─" * max(2, width - len(words)) + words
+
+
+def draw(line: Line, text: str, spans: list[Span], left: int, width: int, look: Look, *, current: bool) -> Strip:
+    """The row of `text`, which is `line` as shown, from its character `left` on; `spans` have styles of their own."""
+    base = look.base + look.cursor if current else look.base
+    level = {"error": look.error, "warning": look.warning, "": Style()}[line.level]
+    room = width - MARGIN
+    right = tag(line) if width >= LEAST_FOR_TAGS else ""
+    body = room - len(right) - 1 if right else room
+    visible = text[left : left + body]
+    strip = Strip(_segments(visible, base + level, [(start - left, end - left, style) for start, end, style in spans]))
+    overflows = len(text) > left + body or strip.cell_length > body
+    strip = strip.apply_offsets(left, line.number)
+    strip = strip.crop_extend(0, body, base)
+    end = [Segment(f" {right}" if right else "", base + look.muted)]
+    if overflows:
+        strip = strip.crop(0, body - 1)
+        end.insert(0, Segment("…", base + look.muted))
+    return Strip([*_margin(line, left, base, level, current), *strip, *end])
+
+
+def plain(text: str, width: int, style: Style) -> Strip:
+    """A row that is no line of the log."""
+    return Strip([Segment(" " * MARGIN + text, style)]).crop_extend(0, width, style)
+
+
+def _margin(line: Line, left: int, base: Style, level: Style, current: bool) -> list[Segment]:
+    here = Style.from_meta({"offset": (left, line.number)})  # a selection may begin in the margin
+    return [
+        Segment(SIGNS[line.level], base + level + here),
+        Segment("▌" if current else " ", base + here),
+    ]
+
+
+def _segments(text: str, base: Style, spans: list[Span]) -> list[Segment]:
+    edges = {0, len(text), *(edge for start, end, _ in spans for edge in (start, end) if 0 < edge < len(text))}
+    segments = []
+    for start, end in pairwise(sorted(edges)):
+        style = base
+        for first, last, extra in spans:
+            if first <= start and end <= last:
+                style += extra
+        segments.append(Segment(text[start:end], style))
+    return segments
