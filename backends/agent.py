@@ -19,23 +19,28 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from backends import datasets, folders, payloads, runs
 from backends.errors import ExitCode, LayertapError, RunDied, UsageError
 from backends.frames import FrameError, pack, read_frame
-from backends.jobs import JOBS, refuse_second, start_job
+from backends.jobs import JOBS, describe, refuse_second, start_job
 from backends.launch import Launching, launch
 from backends.logs import PartHead, read_part
+from backends.outbox import Outbox
 from backends.sample import Sampler
+from backends.sglang import masked
 from backends.survival import danger
 from backends.watch import EarlierStart, ServerWatch, earlier_start
-from capture import events
+from capture import code_hash, events, gate
+from capture.dump import DumpError, read_tap
 from capture.ledger import State
+from capture.server import ServerGone
 
 AT_ONCE = 32
+GATE_SECONDS = 15.0
 
 Request = Callable[..., Any]
 
@@ -163,6 +168,20 @@ class Agent:
             "extraction": self.extraction(),
         }
 
+    def gate(self, run_id: str) -> dict[str, Any]:
+        """What the gate says of a live server, and the arguments that it resolved to, secrets masked.
+
+        Raises RunDied where it is dead or does not answer.
+        """
+        server = describe(self.runs.get(run_id))
+        try:
+            info = server.info(GATE_SECONDS)
+            tap = read_tap(Path(server.dump_dir))
+        except (ServerGone, DumpError) as error:
+            raise RunDied(str(error)) from error
+        plain = {name: masked(name, value) for name, value in info.items() if isinstance(value, (str, int, float))}
+        return {"findings": gate.check(info, tap, gate.Expected(code_hash(), server.model)), "effective": plain}
+
     def folder(self, path: str) -> folders.Folder:
         """What a folder of this host holds."""
         return folders.read_folder(path)
@@ -257,32 +276,29 @@ def sglang_version() -> str | None:
 def serve(agent: Agent) -> None:
     """Answer requests until the link closes."""
     from_console = sys.stdin.buffer
-    to_console = os.fdopen(os.dup(1), "wb")
+    outbox = Outbox(os.fdopen(os.dup(1), "wb"))
     os.dup2(2, 1)  # a stray print must not land between frames
     threading.Thread(target=payloads.prune, args=(agent.payload, agent.runs), daemon=True).start()
-    lock = threading.Lock()
     pool = ThreadPoolExecutor(AT_ONCE)
     try:
         while frame := read_frame(from_console):
-            pool.submit(_answer, agent, frame[0], to_console, lock)
+            pool.submit(_answer, agent, frame[0], outbox)
     except FrameError:
         pass  # the console died over a request
     os._exit(0)  # whatever is still being answered has nobody to hear it
 
 
-def _answer(agent: Agent, head: dict[str, Any], to_console: BinaryIO, lock: threading.Lock) -> None:
+def _answer(agent: Agent, head: dict[str, Any], outbox: Outbox) -> None:
     try:
         frame = _result(agent, head)
     except LayertapError as error:
         frame = _failure(head, error.exit_code, str(error))
     except Exception:
         frame = _failure(head, ExitCode.OUR_BUG, traceback.format_exc())
-    with lock:
-        try:
-            to_console.write(frame)
-            to_console.flush()
-        except OSError:
-            os._exit(0)
+    try:
+        outbox.send(frame)
+    except OSError:
+        os._exit(0)
 
 
 def _result(agent: Agent, head: dict[str, Any]) -> bytes:

@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
-from backends.errors import ExitCode, LayertapError, LeftBehind, NotReady, RunDied, UsageError
+from backends.errors import ExitCode, LayertapError, LeftBehind, RunDied, UsageError
 
 if TYPE_CHECKING:
+    from console.demo import Follow, Say
     from console.session import Session
 
+VERSION = "0.1.0"
 DEFAULT_PORT = 30000
 
 app = App(
     name="layertap",
     help="Verified EAGLE-3 training data out of a live SGLang server.",
-    version="0.1.0",
+    version=VERSION,
     help_format="plaintext",
     default_parameter=Parameter(negative_bool=(), negative_iterable=()),
 )
@@ -127,15 +129,15 @@ def launch(
     """
     from backends import sglang
     from console import headless, words
+    from console.launching import layer_choice, pairs, shown
 
     given = {"boundaries": boundaries, "outputs": outputs, "eagle_ids": eagle_ids, "draft": draft}
-    overrides = sglang.Overrides(args=_pairs(set, "--set"), env=_pairs(env, "--env"))
+    overrides = sglang.Overrides(args=pairs(set, "--set"), env=pairs(env, "--env"))
     with _session(common) as session:
         merged = session.plan_launch(profile, model, port, overrides)
-        layers = _layers({key: value for key, value in given.items() if value is not None}, merged.layers)
+        layers = layer_choice({key: value for key, value in given.items() if value is not None}, merged.layers)
         if dry_run:
-            shown = _shown_launch(merged, layers.words())
-            headless.out(shown, common.json, words.launch)
+            headless.out(shown(merged, layers.words()), common.json, words.launch)
             return ExitCode.OK
         if danger := session.hello["danger"]:
             headless.say(f"warning: {danger}")
@@ -292,7 +294,7 @@ def try_prompt(
         run = headless.follow_job(
             session, session.start("try", {"text": text, "chat": chat}, port)["id"], lambda _: "drawing …"
         )
-        code, result = headless.finish_job(session, run)
+        code, result = session.finish(run)
         headless.out(result, common.json, words.tried)
         return code
 
@@ -332,7 +334,7 @@ def plan(
             "options": _row_options(options, session),
         }
         run = headless.follow_job(session, session.start("plan", job)["id"], lambda now: f"{now['rows']:,} rows read …")
-        code, result = headless.finish_job(session, run)
+        code, result = session.finish(run)
         headless.out(result, common.json, words.plan)
         return code
 
@@ -374,7 +376,7 @@ def extract(
                 "output": place,
                 "formats": _formats(format, session),
                 "options": _row_options(options, session),
-                "layertap": app.version,
+                "layertap": VERSION,
                 "allow_volatile": allow_volatile,
             }
             run = session.start("extract", job, port)
@@ -400,7 +402,7 @@ def _follow_extraction(session: Session, run_id: str, as_json: bool, watch: bool
         headless.say(f"\n{run_id} goes on; the same command attaches to it again, `layertap stop {run_id}` stops it")
         return ExitCode.INTERRUPTED
     headless.ProgressLine.clear()
-    code, result = headless.finish_job(session, run)
+    code, result = session.finish(run)
     headless.out(result, as_json, lambda _: words.extraction(run))
     if result["bad_rows"]:
         headless.say(f"{result['bad_rows']} bad rows gave no sample; `layertap logs {run_id}` names them")
@@ -457,7 +459,7 @@ def verify(dataset: Path, *, common: Common = COMMON) -> int:
         run = headless.follow_job(
             session, session.start("verify", {"output": _path(dataset, common)})["id"], words.verifying
         )
-        code, result = headless.finish_job(session, run)
+        code, result = session.finish(run)
         headless.out(result, common.json, lines)
         return code
 
@@ -478,7 +480,7 @@ def sample(dataset: Path, number: int, *, trust_remote_code: bool = False, commo
         model = session.host.request("dataset", path=place)["manifest"]["settings"]["model"]
         job = {"output": place, "number": number, "trusted_model": model if trust_remote_code else None}
         run = headless.follow_job(session, session.start("sample", job)["id"], lambda _: "reading …")
-        code, result = headless.finish_job(session, run)
+        code, result = session.finish(run)
         headless.out(result, common.json, words.sample)
         return code
 
@@ -488,63 +490,37 @@ def demo(
     output: Path = Path("layertap-demo"),
     *,
     profile: str = "embedded-kimi-k2_5",
+    headless: bool = False,
     common: Common = COMMON,
 ) -> int:
     """Run the main job on the embedded engine: launch, extract, verify, stop; on a CPU, in about a minute.
 
+    In a terminal the console shows it, and leaving that stops its server.
+
     Args:
         output: folder of the dataset; an earlier demo there is replaced.
         profile: one of the embedded profiles.
+        headless: in words only, also in a terminal.
     """
-    from backends import sglang
-    from console import headless, words
+    from console import config
+    from console.demo import Demo, code, lines
+    from console.headless import out, show_demo
 
-    with _session(common) as session:
-        place = _path(output, common)
-        merged = session.plan_launch(profile, None, session.host.request("free_port"), sglang.Overrides())
-        session.host.request("remove_demo", path=place)
-        server = session.launch(merged, _layers({}, merged.layers))
-        headless.say(f"launched {server['id']} ({profile}, SGLang {server['sglang']}) on port {server['port']}")
-        try:
-            status = headless.wait_ready(session, server["id"], 600)
-            if status["verdict"]["verdict"] != "healthy":
-                raise NotReady("\n".join(words.server(status)))
-            headless.say(f"ready; drawing {status['layers']}")
-            rows = f"{session.hello['payload_folder']}/host/backends/embedded/conversations.jsonl"
-            job: dict[str, Any] = {
-                "rows": rows,
-                "output": place,
-                "formats": ["native", "specforge"],
-                "options": {},
-                "layertap": app.version,
-                "allow_volatile": True,
-            }
-            run = session.start("extract", job, server["port"])
-            headless.say(f"extracting: {run['id']}")
-            _, drawn = headless.finish_job(session, headless.follow_job(session, run["id"], words.progress))
-            check = session.start("verify", {"output": place})
-            _, report = headless.finish_job(session, headless.follow_job(session, check["id"], words.verifying))
-        finally:
-            stopped = session.stop(server["id"], "the demo is over")
-        made = {
-            "schema": 1,
-            "output": place,
-            "written": drawn["written"],
-            "verified": report["verified"],
-            "failed": drawn["failed"] + report["failed"],
-            "server_stopped": not stopped["left"],
-        }
-        headless.out(
-            made,
-            common.json,
-            lambda made: [
-                f"demo: {made['written']} samples written, {made['verified']} verified, {made['failed']} failed; "
-                f"native and specforge in {made['output']}; server stopped in {stopped['seconds']} s"
-            ],
-        )
-        if stopped["left"]:
-            raise LeftBehind("; ".join(stopped["left"]))
-        return ExitCode.NOT_VERIFIED if made["failed"] or report["verified"] != drawn["samples"] else ExitCode.OK
+    def make(session: Session, say: Say, follow: Follow) -> Demo:
+        return Demo(session, _path(output, common), profile, VERSION, say, follow)
+
+    if headless or common.json or os.environ.get("CI") or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        with _session(common) as session:
+            outcome = show_demo(lambda say, follow: make(session, say, follow))
+    else:
+        from console.tui import demo
+        from console.tui.app import known_hosts
+
+        loaded = config.load(common.config)
+        hosts = known_hosts(loaded, common.python, common.accept_new_host_key)
+        outcome = demo.show(hosts, common.host, loaded.console, make)
+    out(outcome, common.json, lines)
+    return code(outcome)
 
 
 @contextmanager
@@ -564,29 +540,6 @@ def _session(common: Common) -> Iterator[Session]:
         session.host.close()
 
 
-def _pairs(words: list[str], option: str) -> dict[str, Any]:
-    """`NAME=VALUE` words; a bare NAME is a flag that is on, NAME=unset takes one away."""
-    pairs: dict[str, Any] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not name:
-            raise UsageError(f"{option} {word!r}: expected NAME=VALUE")
-        pairs[name] = {"true": True, "false": False}.get(value, value) if equals else True
-    return pairs
-
-
-def _layers(given: dict[str, Any], of_profile: dict[str, Any] | None) -> Any:
-    from capture.layers import LayerChoice
-
-    chosen = given or of_profile
-    if not chosen:
-        raise UsageError("say which layers: --boundaries, --outputs, --eagle-ids or --draft; no profile guesses them")
-    try:
-        return LayerChoice(**chosen)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
 def _formats(asked: str | None, session: Session) -> list[str]:
     return asked.split(",") if asked else list(session.defaults.format)
 
@@ -601,27 +554,6 @@ def _row_options(options: RowOptions, session: Session) -> dict[str, Any]:
         "max_length": options.max_length or defaults.max_length,
         "overlong": options.overlong or defaults.overlong,
         "last_turn_only": options.last_turn_only,
-    }
-
-
-def _shown_launch(merged: Any, layers: str) -> dict[str, Any]:
-    from backends.sglang import masked
-
-    def lines(found: list[Any]) -> list[list[Any]]:
-        shown = []
-        for line in found:
-            value = line.value if line.value is True else masked(line.name, line.value)
-            shown.append([line.name, value, f"{line.why} [{line.source}]".lstrip()])
-        return shown
-
-    return {
-        "schema": 1,
-        "profile": merged.profile,
-        "sglang": merged.version,
-        "model": merged.model,
-        "layers": layers,
-        "args": lines(merged.args),
-        "env": lines(merged.env),
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -123,7 +123,7 @@ class Feed:
         self._port = port
         self._run_id: str | None = None
         self._tails = {key: Tail(LogBuffer()) for key in LOGS}
-        self.logs = {key: tail.buffer for key, tail in self._tails.items()}
+        self.logs: Mapping[str, LogBuffer] = {key: tail.buffer for key, tail in self._tails.items()}
         self._session: Session | None = None
         self._link = LinkState(state="connecting", since=time.time())
         self._last: dict[str, Any] = empty_snapshot()
@@ -181,18 +181,13 @@ class Feed:
 
     def call(self, act: Callable[[Session], T]) -> Future[T]:
         """Do something on the host, in a thread of its own. The future's error is what it raised."""
-        done: Future[T] = Future()
 
-        def run() -> None:
-            try:
-                if self._session is None:
-                    raise ConnectionFailed(f"{self.name} is not connected yet")
-                done.set_result(act(self._session))
-            except BaseException as error:
-                done.set_exception(error)
+        def with_session() -> T:
+            if self._session is None:
+                raise ConnectionFailed(f"{self.name} is not connected yet")
+            return act(self._session)
 
-        threading.Thread(target=run, name=f"layertap-{self.name}-call", daemon=True).start()
-        return done
+        return aside(with_session)
 
     def answer(self, text: str | None) -> None:
         """Answer the pending question; None for no answer."""
@@ -309,6 +304,20 @@ class Feed:
         if tail.run is None:
             return "no run yet"
         return words.stream(msgspec.to_builtins(_stream(key, tail.heard, tail.lost)))
+
+
+def aside(act: Callable[[], T]) -> Future[T]:
+    """Do it in a thread that nobody waits for when the console is left."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(act())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done
 
 
 def _stream(name: str, heard: float | None, lost: int | None = 0) -> StreamState:

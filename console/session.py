@@ -9,16 +9,18 @@ from typing import Any
 import msgspec
 
 from backends import sglang
-from backends.errors import NotReady, RunDied
+from backends.errors import NotReady, OurBug, RunDied, by_code
 from backends.host import Host
 from backends.launch import Launching
 from backends.logs import LogCursor, PartHead, Step
+from backends.sglang import mask_text
 from capture.layers import LayerChoice
 from console.config import ExtractConfig
 
 SCHEMA = 1
 NO_DEFAULTS = ExtractConfig()
 POLL_SECONDS = 0.5
+LOG_SHOWN = 4000  # bytes of a failed job's log
 
 
 def empty_snapshot() -> dict[str, Any]:
@@ -109,6 +111,22 @@ class Session:
             if run["state"] not in ("running", "starting"):
                 return
             time.sleep(POLL_SECONDS)
+
+    def finish(self, run: dict[str, Any]) -> tuple[int, Any]:
+        """An ended job's exit code and result.
+
+        Raises the LayertapError that it met, RunDied where it was killed before it could say anything.
+        """
+        ended, result = run["exit"], run["result"]
+        code = ended["code"] if ended else None
+        if isinstance(result, dict) and "error" in result and code:
+            raise by_code(code, result["error"])
+        if code is None:
+            how = f"by signal {ended['signal']}" if ended else "and could not write down how"
+            raise RunDied(f"the run {run['id']} was ended {how}; give the same command again, nothing is lost")
+        if result is None:
+            raise OurBug(f"the run {run['id']} failed:\n{mask_text(self.log_end(run['log'], LOG_SHOWN).strip())}")
+        return code, result
 
     def extraction(self, output: str | None = None) -> dict[str, Any] | None:
         """The newest extraction, into `output` if given."""

@@ -390,9 +390,14 @@ def launch(merged: dict[str, Any]) -> Iterator[str]:
 def hosts(made: dict[str, Any]) -> Iterator[str]:
     """The known hosts, a line each."""
     for host in made["hosts"]:
-        if host["state"] != "live":
-            yield f"! {host['name']:<20} {host['why']}"
-            continue
-        gpus = host["gpus"] or ["no GPU"]
-        kinds = ", ".join(f"{gpus.count(name)} x {name}" if host["gpus"] else name for name in dict.fromkeys(gpus))
-        yield f"+ {host['name']:<20} SGLang {host['sglang'] or 'not found'} · {kinds}"
+        sign, said = host_state(host)
+        yield f"{sign} {host['name']:<20} {said}"
+
+
+def host_state(host: dict[str, Any]) -> tuple[str, str]:
+    """A sign, and how a host is: why it is not reached, or its SGLang and GPUs."""
+    if host["state"] != "live":
+        return "!", host["why"]
+    gpus = host["gpus"] or ["no GPU"]
+    kinds = ", ".join(f"{gpus.count(name)} x {name}" if host["gpus"] else name for name in dict.fromkeys(gpus))
+    return "+", f"SGLang {host['sglang'] or 'not found'} · {kinds}"

@@ -2,35 +2,74 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
+from textual.theme import BUILTIN_THEMES
 
+from console import themes
 from console.commands import BY_ID, COMMANDS
-from console.config import Config
+from console.config import Config, ConsoleConfig
 from console.feed import Feed
-from console.hosts import open_session
+from console.hosts import LOCAL, known, look, open_session
 from console.tui.screens.base import HostScreen
 from console.tui.screens.dashboard import DashboardScreen
 from console.tui.screens.dialogs import Confirm, HostKey, Secret
 from console.tui.screens.help import HelpScreen, key_name
+from console.tui.screens.hosts import HostsScreen
+from console.tui.screens.logs import LogScreen
+from console.tui.screens.runs import RunsScreen
+from console.tui.screens.server import ServerScreen
+from console.tui.screens.try_prompt import TryScreen
 
 SHOW_SECONDS = 0.25
+THEME_SECONDS = 2.0
+DEFAULTS = ConsoleConfig()
 
-VIEWS: dict[str, Callable[[Feed], Screen[None]]] = {}
+VIEWS: dict[str, Callable[[Feed], Screen[None]]] = {
+    "view.logs": LogScreen,
+    "view.try": TryScreen,
+    "view.server": ServerScreen,
+    "view.runs": RunsScreen,
+}
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """What the console knows of hosts: names, how to watch one, and how to ask one how it is."""
+
+    names: list[str]
+    watch: Callable[[str], Feed]
+    look: Callable[[str], dict[str, Any]]
 
 
 def run(host: str, config: Config, python: str | None, accept: str | None, *, read_only: bool, port: int | None) -> int:
-    """Open the console, until it is left; returns the exit code."""
-    feed = Feed(host, lambda ask: open_session(host, config, python, accept, ask), port)
-    app = Console(feed, read_only=read_only)
-    app.run()
+    """Open the console on `host`, until it is left; returns the exit code."""
+    hosts = known_hosts(config, python, accept, port)
+    app = Console(hosts, host, config.console, read_only=read_only)
+    try:
+        app.run()
+    finally:
+        app.feed.close()
+    for text in app.parting:
+        sys.stderr.write(f"{text}\n")
     return app.return_code or 0
+
+
+def known_hosts(config: Config, python: str | None, accept: str | None, port: int | None = None) -> Hosts:
+    """The hosts that `--host` takes, with the options of this call."""
+    return Hosts(
+        known(config),
+        lambda name: Feed(name, lambda ask: open_session(name, config, python, accept, ask), port),
+        lambda name: look(name, config, python),
+    )
 
 
 class Console(App[None], inherit_bindings=False):
@@ -46,24 +85,52 @@ class Console(App[None], inherit_bindings=False):
         Binding("ctrl+c", "help_quit", show=False, system=True),
     ]
 
-    def __init__(self, feed: Feed, *, read_only: bool = False, keymap: dict[str, str] | None = None) -> None:
+    def __init__(self, hosts: Hosts, host: str, config: ConsoleConfig = DEFAULTS, *, read_only: bool = False) -> None:
         super().__init__()
-        self.feed = feed
+        self.hosts = hosts
+        self.config = config
         self.read_only = read_only
-        self._keys = keymap or {}
+        self.feed = hosts.watch(host)
+        self.parting: list[str] = []
         self._asking: object = None
+        self._themes: object = None
 
     def on_mount(self) -> None:
         """Show the dashboard, and begin to watch."""
-        self.set_keymap(self._keys)
+        if not self.config.animations:
+            self.animation_level = "none"
+        self.set_keymap(self.config.keymap)
+        self._load_themes()
+        self._show_theme(self.config.theme)
         self.push_screen(DashboardScreen(self.feed))
         self.feed.start()
         self.set_interval(SHOW_SECONDS, self.show_now)
+        self.set_interval(THEME_SECONDS, self._renew_themes)
+
+    def _load_themes(self) -> None:
+        self._themes = themes.stamp()
+        found, faults = themes.load()
+        for theme in found:
+            self.register_theme(theme)
+        for fault in faults:
+            self.notify(fault, severity="warning", timeout=12, markup=False)
+
+    def _renew_themes(self) -> None:
+        """Take the user's own themes anew where they have changed."""
+        if themes.stamp() != self._themes:
+            self._load_themes()
+            self.refresh_css(animate=False)
+
+    def _show_theme(self, name: str) -> None:
+        if name in self.available_themes:
+            self.theme = name
+        else:
+            self.notify(f"there is no theme {name!r}", severity="warning", markup=False)
 
     def show_now(self) -> None:
         """Hand what is known now to the screen on top, and put the pending question."""
         now = self.feed.snapshot()
-        if isinstance(self.screen, HostScreen):
+        if isinstance(self.screen, HostScreen) and self.screen.laid_out:
             self.screen.show(now)
         question = now["question"]
         if question and question != self._asking:
@@ -92,6 +159,9 @@ class Console(App[None], inherit_bindings=False):
             self.notify(f"{command.label}: {refusal}", severity="warning", markup=False)
         elif name == "view.dashboard":
             self._back()
+        elif name == "view.hosts":
+            self._back()
+            self.push_screen(HostsScreen(self.feed, self.hosts.names, self.hosts.look))
         elif name in VIEWS:
             self._back()
             self.push_screen(VIEWS[name](self.feed))
@@ -101,6 +171,15 @@ class Console(App[None], inherit_bindings=False):
     def _back(self) -> None:
         while len(self.screen_stack) > 2:
             self.pop_screen()
+
+    def on_hosts_screen_chosen(self, event: HostsScreen.Chosen) -> None:
+        """Show another host from now on."""
+        self._back()
+        before, self.feed = self.feed, self.hosts.watch(event.name)
+        before.close()
+        self._asking = None
+        self.switch_screen(DashboardScreen(self.feed))
+        self.feed.start()
 
     def _do_help(self) -> None:
         self.push_screen(HelpScreen(self._keys_here()))
@@ -149,8 +228,9 @@ class Console(App[None], inherit_bindings=False):
         self.feed.retry()
 
     def _do_theme_next(self) -> None:
-        names = sorted(self.available_themes)
-        self.theme = names[(names.index(self.theme) + 1) % len(names)]
+        names = sorted(name for name in self.available_themes if name not in BUILTIN_THEMES)
+        place = names.index(self.theme) + 1 if self.theme in names else 0
+        self.theme = names[place % len(names)]
         self.notify(f"theme {self.theme}", markup=False)
 
     def _do_screenshot(self) -> None:
@@ -163,6 +243,11 @@ class Console(App[None], inherit_bindings=False):
             self.notify(f"written to {path}", markup=False)
 
     def _do_quit(self) -> None:
+        now = self.feed.snapshot()
+        going = [run["id"] for run in now["runs"] or []]
+        if going:
+            where = "" if self.feed.name == LOCAL else f" --host {self.feed.name}"
+            self.parting = [f"{', '.join(going)} goes on; `layertap{where}` comes back to it"]
         self.exit()
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
@@ -174,7 +259,3 @@ class Console(App[None], inherit_bindings=False):
 
     def _from_palette(self, name: str) -> None:
         self.run_worker(self.action_command(name))
-
-    def on_unmount(self) -> None:
-        """Let the link go; runs go on."""
-        self.feed.close()

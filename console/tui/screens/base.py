@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.widgets import Footer, Static
 
 from backends.errors import LayertapError
 from console import words
+from console.commands import COMMANDS
 from console.feed import Feed
 from console.session import Session
 from console.tui.widgets.panel import Panel, joined, line
 
 T = TypeVar("T")
+ALWAYS = ("view.dashboard", "help", "quit")
 
 
 class HostLine(Static):
@@ -67,12 +70,18 @@ def link_words(now: dict[str, Any]) -> Any:
 class HostScreen(Screen[None]):
     """A screen of one host; `show` gets every new snapshot while the screen is on top."""
 
+    # The dashboard's keys work everywhere, but elsewhere the line at the bottom is for the screen's own.
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(command.key, f"app.command('{command.id}')", command.label, id=command.id, show=command.id in ALWAYS)
+        for command in COMMANDS
+    ]
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide"), (160, "-huge")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-low"), (30, "-high")]  # noqa: RUF012
 
     def __init__(self, feed: Feed) -> None:
         super().__init__()
         self.feed = feed
+        self.laid_out = False
 
     def compose(self) -> ComposeResult:
         """Top line, body, keys."""
@@ -91,8 +100,12 @@ class HostScreen(Screen[None]):
             panel.show(now)
 
     def on_mount(self) -> None:
-        """Draw what is known already."""
-        self.call_after_refresh(lambda: self.show(self.feed.snapshot()))
+        """Draw what is known already, once there is a place for it."""
+        self.call_after_refresh(self._begin)
+
+    def _begin(self) -> None:
+        self.laid_out = True
+        self.show(self.feed.snapshot())
 
     async def ask_host(self, act: Callable[[Session], T]) -> T | None:
         """Do something on the host without blocking a key; an error is shown, and gives None."""

@@ -45,7 +45,7 @@ def worst(now: dict[str, Any]) -> str | None:
     return None
 
 
-class DashboardScreen(HostScreen):
+class DashboardScreen(HostScreen, inherit_bindings=False):
     """All panels at once."""
 
     def compose_body(self) -> ComposeResult:

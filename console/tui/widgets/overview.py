@@ -11,11 +11,11 @@ from textual.content import Content
 from backends.startup import PHASES
 from console import words
 from console.feed import Feed, Point
-from console.tui.widgets.panel import SIGN_STYLES, Panel, joined, line
+from console.tui.widgets.panel import SIGN_STYLES, Panel, joined, line, wrapped
 
 EVIDENCE_SHOWN = 5
+HOLDS = 3.0  # seconds for which a sample is taken to hold
 SOMETIMES = frozenset({"tune", "graphs"})  # phases that many launches skip
-HOT = {"thermal", "thermal_slowdown", "hw_thermal"}
 
 Now = dict[str, Any]
 
@@ -30,13 +30,20 @@ class ServerPanel(Panel):
         server = now["server"]
         if server is None:
             return [_muted(_unknown(now, "no server of ours ever ran here; s launches one"))]
-        return [*server_head(server, now["at"]), *phase_rows(server, width), *self._tensors(server), *trouble(server)]
+        return [
+            *server_head(server, now["at"]),
+            *phase_rows(server, width),
+            *self._tensors(server),
+            *trouble(server, width),
+        ]
 
     @staticmethod
     def _tensors(server: dict[str, Any]) -> Iterable[Content]:
         tap = server["tap"]
         if not tap or not tap["layers"]:
-            yield joined([_muted("tensors: "), server["details"]["layers_words"], _muted("not resolved yet")], " ")
+            yield line(
+                ("tensors: ", "$text-muted"), server["details"]["layers_words"], (", not resolved yet", "$text-muted")
+            )
             return
         yield line(("tensors: ", "$text-muted"), server["layers"])
         ids = tap["layers"]["serve_ids"]
@@ -108,15 +115,15 @@ def _fit(widths: list[int], width: int) -> list[range]:
     return [*groups, range(start, len(widths))] if widths else []
 
 
-def trouble(server: dict[str, Any]) -> Iterable[Content]:
+def trouble(server: dict[str, Any], width: int) -> Iterable[Content]:
     """Why it is not healthy, where it is not."""
     verdict = server["verdict"]
     if verdict["verdict"] in ("healthy", "stopped"):
         return
     if verdict["cause"]:
-        yield line(("cause: ", "bold $text-error"), verdict["cause"])
+        yield from wrapped(verdict["cause"], width, "bold $text-error", "! ", "  ")
     if verdict["remedy"]:
-        yield line(("-> ", "bold"), verdict["remedy"])
+        yield from wrapped(verdict["remedy"], width, "bold", "-> ", "   ")
     for text in verdict["evidence"][:EVIDENCE_SHOWN]:
         yield _muted(f"  {text}")
 
@@ -165,9 +172,11 @@ def extraction_lines(run: dict[str, Any], width: int) -> Iterable[Content]:
     overlong = [f"overlong {progress['overlong_rows']:,}"] if progress["overlong_rows"] else []
     yield joined([*waiting, failed, *bad, *overlong])
     for failure in progress["failures"][:1]:
-        yield line(("last failure: ", "$text-error"), f"sample {failure['sample']}: {failure['reason']}")
+        yield from wrapped(
+            f"sample {failure['sample']}: {failure['reason']}", width, "$text-error", "last failure: ", "  "
+        )
     if "error" in result:
-        yield line(("! ", "bold $text-error"), result["error"])
+        yield from wrapped(result["error"], width, "$text-error", "! ", "  ")
 
 
 def _job_state(run: dict[str, Any]) -> tuple[str, str]:
@@ -320,14 +329,23 @@ def _figure(name: str, point: Point, unit: str) -> str:
 
 
 def resample(points: Sequence[tuple[float, float | None]], start: float, end: float, cells: int) -> list[float | None]:
-    """The mean of each of `cells` equal stretches of time; None where nothing is known."""
-    sums, counts = [0.0] * cells, [0] * cells
-    for at, value in points:
-        if value is not None and start <= at <= end:
-            cell = min(cells - 1, int((at - start) / max(end - start, 1e-9) * cells))
-            sums[cell] += value
-            counts[cell] += 1
-    return [sums[cell] / counts[cell] if counts[cell] else None for cell in range(cells)]
+    """The mean of each of `cells` equal stretches of time; None where nothing is known.
+
+    A point holds until the next one comes, unless that takes longer than `HOLDS` seconds.
+    """
+    sums, weights = [0.0] * cells, [0.0] * cells
+    step = max(end - start, 1e-9) / cells
+    for index, (at, value) in enumerate(points):
+        after = points[index + 1][0] if index + 1 < len(points) else at + step
+        until = min(after, at + HOLDS, end)
+        if value is None or until <= start or at >= end:
+            continue
+        for cell in range(max(0, int((at - start) / step)), min(cells, int((until - start) / step - 1e-9) + 1)):
+            left = start + cell * step
+            weight = max(1e-9, min(until, left + step) - max(at, left))
+            sums[cell] += value * weight
+            weights[cell] += weight
+    return [sums[cell] / weights[cell] if weights[cell] else None for cell in range(cells)]
 
 
 def history_blocks(values: Iterable[float | None], most: float) -> str:

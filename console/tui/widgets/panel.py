@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from textual.content import Content
@@ -64,6 +65,12 @@ class Panel(Static):
 def line(*parts: str | tuple[str, str] | Content) -> Content:
     """A line of text and of (text, style) pairs."""
     return Content.assemble(*parts)
+
+
+def wrapped(text: str, width: int, style: str = "", first: str = "", rest: str = "") -> list[Content]:
+    """A text over as many lines as it needs; `first` and `rest` stand before its first and its other lines."""
+    lines = textwrap.wrap(text, max(10, width), initial_indent=first, subsequent_indent=rest) or [first]
+    return [Content.assemble((one, style)) for one in lines]
 
 
 def joined(parts: list[Content | str], between: str = " · ") -> Content:
