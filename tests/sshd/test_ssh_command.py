@@ -1,0 +1,194 @@
+"""The command against a host behind sshd: a server's life seen from two machines, logs without a gap, exit codes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from helpers import FAKE_SGLANG, SLEEP, end_all, free_port, until
+from remote import Console
+from sshd import Keys, Relay, Sshd
+
+from backends.errors import UsageError
+from backends.runs import Run, Runs, machine_id
+from backends.ssh import SshHost
+
+CUTS = 5
+
+
+@pytest.fixture
+def sshd(start_sshd: Callable[..., Sshd]) -> Iterator[Sshd]:
+    """A host that has a fake SGLang."""
+    made = start_sshd(environment={"PYTHONPATH": str(FAKE_SGLANG)})
+    yield made
+    end_all(made.home / "state" / "layertap")
+
+
+@pytest.fixture
+def consoles(sshd: Sshd, relay: Relay, tmp_path: Path) -> Callable[[str], Console]:
+    """Makes a console, on a machine of its own, whose links go over the relay."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"hidden_size": 8, "dtype": "bfloat16"}')
+    profile = f'[profile.fake]\nmodel = "{model}"\nlayers = {{ outputs = [2] }}\n'
+    return lambda name: Console(tmp_path / name, sshd, sys.executable, port=relay.port, tables=profile)
+
+
+@pytest.fixture
+def console(consoles: Callable[[str], Console]) -> Console:
+    return consoles("here")
+
+
+# --- A server's life ---
+
+
+def test_a_server_is_launched_here_and_adopted_elsewhere(console: Console, consoles: Callable[[str], Console]) -> None:
+    run = console.json("launch", "fake", "--port", free_port(), "--detach")
+    assert console.narration.startswith(f"launched {run['id']} on port ")
+    elsewhere = consoles("elsewhere")
+    until(lambda: "fired up" in elsewhere("logs"), "it is up")
+    seen = elsewhere.json("status")
+    assert (seen["server"]["id"], seen["server"]["verdict"]["verdict"]) == (run["id"], "healthy")
+    assert seen["link"]["state"] == "live"
+    assert elsewhere("logs") == console("logs")
+    assert elsewhere.json("stop", run["id"])["left"] == []
+    assert console.json("status", code=9)["server"]["verdict"]["verdict"] == "stopped"
+    told = console.json("runs", run["id"])["events"]
+    assert [event["event"] for event in told] == ["started", "stop_asked", "ended", "stopped"]
+
+
+def test_two_consoles_launch_on_one_port(console: Console, consoles: Callable[[str], Console]) -> None:
+    port = free_port()
+    both = [console, consoles("elsewhere")]
+    with ThreadPoolExecutor(2) as pool:
+        begun = [one.start("launch", "fake", "--port", port, "--detach") for one in both]
+        said = list(pool.map(lambda one: one.communicate(timeout=120), begun))
+    assert sorted(one.returncode for one in begun) == [0, 7], said
+    assert [run["state"] for run in console.json("runs")["runs"]] == ["running"]
+
+
+# --- What goes on while links break ---
+
+
+def test_a_log_is_followed_over_cuts_and_a_rotation(console: Console, relay: Relay) -> None:
+    """Every line comes once and in order, be it a megabyte long or no text at all."""
+    run = console.json("launch", "fake", "--port", free_port(), "--env", "FAKE=silent", "--detach")
+    log = Path(run["log"])
+    following = console.start("logs", "--follow")
+    assert following.stdout is not None
+    assert "server_args=" in following.stdout.readline()
+    written = [b"line %d " % number + b"x" * 100_000 + b"\xff\x00" for number in range(CUTS)]
+    written.append(b"line of a megabyte " + b"y" * (1 << 20))
+    for number, line in enumerate(written):
+        if number == 2:  # by then somebody may be in the middle of the old one
+            log.rename(log.with_name(f"{log.name}.1"))
+        with log.open("ab") as file:
+            file.write(line + b"\n")
+        if number < CUTS:
+            before = relay.connections
+            relay.cut()
+            until(lambda before=before: relay.connections > before, "it dials again")
+    with log.open("ab") as file:
+        file.write(b"the end\n")
+    read = iter(following.stdout.readline, "the end\n")
+    assert [line for line in read if line.startswith("line ")] == [
+        f"{line.decode(errors='replace')}\n" for line in written
+    ]
+    following.send_signal(signal.SIGINT)
+    _, said = following.communicate(timeout=60)
+    assert (following.returncode, said) == (130, "the log was rotated, 0 bytes of it are gone\n")
+
+
+def test_a_status_is_watched_over_cuts(console: Console, relay: Relay) -> None:
+    run = console.json("launch", "fake", "--port", free_port(), "--detach")
+    watching = console.start("status", "--watch", "--json")
+    assert watching.stdout is not None
+    for _ in range(3):
+        now = json.loads(watching.stdout.readline())
+        assert (now["server"]["id"], now["link"]["state"]) == (run["id"], "live")
+        before = relay.connections
+        relay.cut()
+        until(lambda before=before: relay.connections > before, "it dials again")
+    while json.loads(watching.stdout.readline())["server"]["verdict"]["verdict"] != "healthy":
+        pass
+    watching.send_signal(signal.SIGINT)
+    _, said = watching.communicate(timeout=60)
+    assert (watching.returncode, said) == (130, "")
+
+
+# --- Hosts, and what is refused ---
+
+
+def test_hosts(console: Console) -> None:
+    with console.config.open("a") as config:
+        config.write('[host.down]\nssh = "nowhere.invalid"\n')
+    (console.folder / ".ssh").mkdir()
+    (console.folder / ".ssh" / "config").write_text("Host lab-7 *.lab\nHostName nowhere-else.invalid\n")
+    hosts = {host["name"]: host for host in console.json("hosts", "--python", sys.executable)["hosts"]}
+    assert list(hosts) == ["local", "gpu", "down", "lab-7"]
+    gpu, down = hosts["gpu"], hosts["down"]
+    assert (gpu["state"], gpu["sglang"], gpu["why"]) == ("live", "0.5.23", None)
+    assert (hosts["local"]["state"], hosts["local"]["sglang"]) == ("live", None)
+    assert (down["state"], down["sglang"], down["gpus"]) == ("failed", None, None)
+    assert "cannot find nowhere.invalid" in down["why"]
+    assert "\n+ gpu                  SGLang 0.5.23 · " in console("hosts", "--python", sys.executable)
+
+
+def test_a_host_key_that_is_not_known(console: Console, sshd: Sshd, keys: Keys) -> None:
+    sshd.known_hosts.write_text("")
+    right, wrong = keys.fingerprint("host"), keys.fingerprint("other")
+    assert console("runs", code=5) == ""
+    assert console.narration.startswith("layertap: gpu: ") and f"--accept-new-host-key {right}" in console.narration
+    console("runs", "--accept-new-host-key", wrong, code=5)
+    console("runs", "--accept-new-host-key", right)
+    assert f"{right} of " in console.narration
+    console("runs")
+    assert console.narration == ""
+    sshd.know("other")
+    console("runs", "--accept-new-host-key", right, code=5)
+    assert "is not the one in" in console.narration
+
+
+def test_a_host_that_does_not_let_one_in(console: Console, sshd: Sshd) -> None:
+    sshd.authorized_keys.write_text("")
+    assert console("runs", code=3) == ""
+    assert console.narration.startswith("layertap: gpu: ")
+
+
+# --- A home that several machines share ---
+
+
+def test_a_home_that_two_machines_share(sshd: Sshd, tmp_path: Path) -> None:
+    """A run of the other one is seen to be elsewhere, neither dead nor ours to stop."""
+    (tmp_path / "machine-id").write_text("fedcba9876543210fedcba9876543210\n")
+    other = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        'mount --bind "$0" /etc/machine-id && exec "$@"',
+        f"{tmp_path}/machine-id",
+    ]
+    if subprocess.run([*other, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no other machine can be made up here: /etc/machine-id cannot be replaced in a namespace")
+    run: Run = Runs(sshd.home / "state" / "layertap").start("verify", SLEEP, {}, code="")
+    here, there = sshd.connect(), SshHost(sshd.target(), python=sys.executable, exec_prefix=other)
+    try:
+        assert there.request("hello")["machine"] == "fedcba987654" != here.request("hello")["machine"] == machine_id()
+        assert there.request("hello")["payload_folder"] == here.request("hello")["payload_folder"]
+        assert [one["state"] for one in there.request("all")] == ["elsewhere"]
+        with pytest.raises(UsageError) as failed:
+            there.request("stop", run_id=run.id)
+        assert str(failed.value) == f"{run.id} runs on another machine that shares this home; stop it from there"
+        assert here.request("run", run_id=run.id)["state"] == "running"
+        assert here.request("stop", run_id=run.id)["left"] == []
+        assert there.request("run", run_id=run.id)["state"] == "exited"
+    finally:
+        here.close()
+        there.close()
