@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,11 +14,14 @@ from pathlib import Path
 import pytest
 from helpers import FAKE_SGLANG, SLEEP, end_all, free_port, until
 from remote import Console
-from sshd import Keys, Relay, Sshd
+from sshd import Keys, Relay, Sshd, User
 
 from backends.errors import UsageError
 from backends.runs import Run, Runs, machine_id
+from backends.sglang import Overrides, load_profiles
 from backends.ssh import SshHost
+from capture.layers import LayerChoice
+from console.session import Session
 
 CUTS = 5
 
@@ -31,12 +35,16 @@ def sshd(start_sshd: Callable[..., Sshd]) -> Iterator[Sshd]:
 
 
 @pytest.fixture
-def consoles(sshd: Sshd, relay: Relay, tmp_path: Path) -> Callable[[str], Console]:
+def profile(tmp_path: Path) -> str:
+    """The fake server's table of layertap.toml."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"hidden_size": 8, "dtype": "bfloat16"}')
+    return f'[profile.fake]\nmodel = "{tmp_path}/model"\nlayers = {{ outputs = [2] }}\n'
+
+
+@pytest.fixture
+def consoles(sshd: Sshd, relay: Relay, tmp_path: Path, profile: str) -> Callable[[str], Console]:
     """Makes a console, on a machine of its own, whose links go over the relay."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text('{"hidden_size": 8, "dtype": "bfloat16"}')
-    profile = f'[profile.fake]\nmodel = "{model}"\nlayers = {{ outputs = [2] }}\n'
     return lambda name: Console(tmp_path / name, sshd, sys.executable, port=relay.port, tables=profile)
 
 
@@ -83,23 +91,18 @@ def test_a_log_is_followed_over_cuts_and_a_rotation(console: Console, relay: Rel
     following = console.start("logs", "--follow")
     assert following.stdout is not None
     assert "server_args=" in following.stdout.readline()
+    read = (line for line in iter(following.stdout.readline, "") if line.startswith("line "))
     written = [b"line %d " % number + b"x" * 100_000 + b"\xff\x00" for number in range(CUTS)]
     written.append(b"line of a megabyte " + b"y" * (1 << 20))
     for number, line in enumerate(written):
-        if number == 2:  # by then somebody may be in the middle of the old one
-            log.rename(log.with_name(f"{log.name}.1"))
         with log.open("ab") as file:
             file.write(line + b"\n")
+        if number == 2:  # somebody may be in the middle of it
+            log.rename(log.with_name(f"{log.name}.1"))
         if number < CUTS:
-            before = relay.connections
             relay.cut()
-            until(lambda before=before: relay.connections > before, "it dials again")
-    with log.open("ab") as file:
-        file.write(b"the end\n")
-    read = iter(following.stdout.readline, "the end\n")
-    assert [line for line in read if line.startswith("line ")] == [
-        f"{line.decode(errors='replace')}\n" for line in written
-    ]
+        assert next(read) == f"{line.decode(errors='replace')}\n"
+    assert relay.connections > CUTS
     following.send_signal(signal.SIGINT)
     _, said = following.communicate(timeout=60)
     assert (following.returncode, said) == (130, "the log was rotated, 0 bytes of it are gone\n")
@@ -159,6 +162,55 @@ def test_a_host_that_does_not_let_one_in(console: Console, sshd: Sshd) -> None:
     sshd.authorized_keys.write_text("")
     assert console("runs", code=3) == ""
     assert console.narration.startswith("layertap: gpu: ")
+
+
+# --- Odd hosts ---
+
+
+def test_a_host_that_ends_what_is_left_at_logout(sshd: Sshd, tmp_path: Path, profile: str) -> None:
+    """As logind does with KillUserProcesses=yes: it is said before a server is launched there."""
+    (tmp_path / "cgroup").write_text("0::/user.slice/user-0.slice/session-4.scope\n")
+    for name, says in (("busctl", "b true"), ("loginctl", "no")):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\necho {says}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    script = f'mount --bind {tmp_path}/cgroup /proc/$$/cgroup && PATH={tmp_path}/bin:$PATH exec "$@"'
+    prefix = ["unshare", "--mount", "sh", "-c", script, "sh"]
+    if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("/proc/self/cgroup cannot be replaced in a namespace here")
+    console = Console(tmp_path / "here", sshd, sys.executable, tables=f"exec_prefix = {json.dumps(prefix)}\n{profile}")
+    console("launch", "fake", "--port", free_port(), "--detach")
+    assert console.narration.startswith(
+        "warning: this host ends all processes of a user who logs out (KillUserProcesses=yes), and so our runs with "
+        "the link: have `loginctl enable-linger "
+    )
+
+
+def test_the_whole_life_of_a_server_as_a_plain_user(
+    users_sshd: Callable[..., Sshd], user: User, users_python: tuple[str, str]
+) -> None:
+    """Everything is the user's, and nothing needs more than that."""
+    user.use_shell("/bin/sh")
+    packages = Path(users_python[1])
+    shutil.copytree(FAKE_SGLANG, packages, dirs_exist_ok=True)
+    host = users_sshd().connect(f"User {user.name}", python=None)
+    try:
+        port, model = host.request("free_port"), user.home / "model"
+        model.mkdir()
+        (model / "config.json").write_text('{"hidden_size": 8, "dtype": "bfloat16"}')
+        session = Session(host, load_profiles({"fake": {"model": str(model)}}), f"{user.home}/dumps")
+        run = session.launch(session.plan_launch("fake", None, port, Overrides()), LayerChoice(outputs=[2]))
+        healthy = until(lambda: (now := session.status(run["id"]))["verdict"]["verdict"] == "healthy" and now)
+        processes = host.request("sample", run_id=run["id"])["processes"]
+        assert processes and healthy["tap"]["inside"]
+        folders = [Path(run["folder"]), Path(run["dump_dir"]), Path(session.hello["payload_folder"])]
+        assert {folder.owner() for folder in folders} == {user.name}
+        assert session.stop(run["id"], "enough")["left"] == []
+        assert not folders[1].exists()
+    finally:
+        host.close()
+        for entry in FAKE_SGLANG.iterdir():
+            shutil.rmtree(packages / entry.name)
 
 
 # --- A home that several machines share ---

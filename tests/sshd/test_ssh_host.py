@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +23,8 @@ from sshd import Relay, Sshd
 from backends import payload
 from backends.errors import ConnectionFailed, RunDied, UsageError
 from backends.ssh import SshHost
+from backends.ssh.connection import _connect
+from backends.ssh.host import DEAD_SECONDS, KEEPALIVE_SECONDS
 
 QUICK = {"keepalive": 0.2, "dead_after": 2.0}
 
@@ -310,6 +314,12 @@ def seconds(what: Callable[[], Any]) -> float:
     began = time.monotonic()
     what()
     return time.monotonic() - began
+
+
+def test_a_link_waits_for_no_full_packet_and_not_for_ever(sshd: Sshd) -> None:
+    with contextlib.closing(_connect(sshd.target())) as link:
+        assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    assert KEEPALIVE_SECONDS + DEAD_SECONDS < 20
 
 
 @pytest.mark.parametrize("how", ["stopped", "frozen"])
