@@ -90,7 +90,7 @@ class AllRows:
     def __init__(self, buffer: LogBuffer) -> None:
         self._buffer = buffer
         self._first = buffer.first
-        self._next = self._first
+        self._next = max(buffer.next, self._first)
 
     def __len__(self) -> int:
         return self._next - self._first
@@ -117,9 +117,9 @@ class AllRows:
 
 
 class FilteredRows:
-    """The lines that match, with `context` lines around each, and a gap between groups. Lines of our own always match.
+    """The lines that match, and `context` lines around each; with those, there is a gap between groups.
 
-    The filter goes through the buffer in slices, from its oldest line on, and then follows it.
+    Lines of our own always match. The filter goes through the buffer in slices, from its oldest line on, and then follows it.
     """
 
     def __init__(self, buffer: LogBuffer, terms: Terms, context: int = 0) -> None:
@@ -172,7 +172,7 @@ class FilteredRows:
     def _show(self, first: int, last: int) -> None:
         shown = self._rows[-1] if self._rows else None
         if shown is not None:
-            if first > shown + 1:
+            if self.context and first > shown + 1:
                 self._rows.append(-first)
             first = max(first, shown + 1)
         self._rows.extend(range(first, last + 1))

@@ -197,13 +197,13 @@ async def test_wide_characters_do_not_run_over_the_edge() -> None:
 @pytest.mark.parametrize(
     ("typed", "shown"),
     [
-        ("Prefill", ["Prefill batch 0", "… 6 lines", "Prefill batch 1", "… 6 lines", "Prefill batch 2"]),
+        ("Prefill", ["Prefill batch 0", "Prefill batch 1", "Prefill batch 2"]),
         ("batch 1", ["Prefill batch 1", "Decode batch 1"]),
         ("batch !prefill 1", ["Decode batch 1"]),
-        (r"/batch [12]$/ !Decode", ["Prefill batch 1", "… 6 lines", "Prefill batch 2"]),
+        (r"/batch [12]$/ !Decode", ["Prefill batch 1", "Prefill batch 2"]),
         ("/health !503 !0", []),
         ("HEALTH !503", []),
-        ("!/batch|health|plain/ x", ["x", "… 6 lines", "x", "… 6 lines", "x"]),
+        ("!/batch|health|plain/ x", ["x", "x", "x"]),
     ],
 )
 async def test_a_filter_leaves_what_matches_all_its_terms(typed: str, shown: list[str]) -> None:
@@ -225,7 +225,7 @@ async def test_the_filter_follows_the_log() -> None:
         app.view.buffer.feed(FILTERED + b"plain 3\n")
         app.view.buffer.mark("the log was rotated, 12 bytes of it are gone")
         await until(pilot, lambda: "plain 3" in text(app.view))
-        assert "the log was rotated" in rows(app.view)[13]
+        assert "the log was rotated" in rows(app.view)[7]
         assert "Prefill" not in text(app.view)
 
 
@@ -252,14 +252,14 @@ async def test_c_shows_lines_around_each_match() -> None:
         await pilot.press("c")
         assert app.view.note == "context is shown around what a filter leaves: f filters"
         app.view.set_filter("/line [23]0$/")
-        await until(pilot, lambda: rows(app.view)[:3] == ["  line 20", "  … 9 lines", "  line 30"])
+        await until(pilot, lambda: rows(app.view)[:3] == ["  line 20", "  line 30", ""])
         await pilot.press("c")
         wanted = [*(f"  line {n}" for n in range(18, 23)), "  … 5 lines", *(f"  line {n}" for n in range(28, 33))]
         await until(pilot, lambda: rows(app.view)[:11] == wanted)
         await pilot.press("c")
         await until(pilot, lambda: rows(app.view) == [f"  line {n}" for n in range(16, 36)])
         await pilot.press("c")
-        await until(pilot, lambda: rows(app.view)[:3] == ["  line 20", "  … 9 lines", "  line 30"])
+        await until(pilot, lambda: rows(app.view)[:3] == ["  line 20", "  line 30", ""])
 
 
 @pytest.mark.asyncio
@@ -394,10 +394,10 @@ async def test_a_selection_has_only_what_a_filter_leaves() -> None:
     app = app_with(numbered(0, 1000))
     async with app.run_test(size=SIZE) as pilot:
         app.view.set_filter("/line 9[5-9]5/")
-        await until(pilot, lambda: rows(app.view)[:9:2] == [f"  line 9{n}5" for n in range(5, 10)])
+        await until(pilot, lambda: rows(app.view)[:5] == [f"  line 9{n}5" for n in range(5, 10)])
         await pilot.mouse_down(app.view, offset=(0, 0))
-        await pilot.hover(app.view, offset=(50, 4))
-        await pilot.mouse_up(app.view, offset=(50, 4))
+        await pilot.hover(app.view, offset=(50, 2))
+        await pilot.mouse_up(app.view, offset=(50, 2))
         assert app.screen.get_selected_text() == "line 955\nline 965\nline 975"
 
 

@@ -57,7 +57,11 @@ def foot(app: LogApp) -> str:
 
 
 async def opened(pilot: Pilot[None], app: LogApp) -> None:
-    await until(pilot, lambda: isinstance(app.focused, LogView), "the log has the focus")
+    def takes_keys() -> bool:
+        focused = app.focused
+        return isinstance(focused, LogView) and bool(focused.virtual_size.height or not focused.buffer.next)
+
+    await until(pilot, takes_keys, "the log is there and has the focus")
 
 
 async def answer(pilot: Pilot[None], app: LogApp, key: str, typed: str) -> None:
@@ -127,7 +131,7 @@ async def test_tab_goes_to_the_other_log_and_each_keeps_its_place() -> None:
         await until(
             pilot, lambda: rows(view(app))[0] == "  17:40:21  conversations.jsonl: 24 samples added, 0 bad rows"
         )
-        await until(pilot, lambda: "following · 1 lines" in head(app)[1])
+        await until(pilot, lambda: "following · 1 line ·" in head(app)[1])
         await opened(pilot, app)
         await pilot.press("tab")
         await until(pilot, lambda: current(view(app)) == "line 0")

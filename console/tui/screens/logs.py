@@ -17,6 +17,7 @@ from textual.screen import Screen
 from textual.widgets import ContentSwitcher, Footer, Input, Label, Static
 
 from console.log_buffer import LogBuffer
+from console.tui.widgets.log_row import lines_in_words
 from console.tui.widgets.log_view import LogView
 
 REFRESH = 1 / 5  # seconds between looks at what the head says
@@ -25,7 +26,9 @@ REFRESH = 1 / 5  # seconds between looks at what the head says
 class LogFeed(Protocol):
     """Where the logs come from: a buffer a log by its title, such as `server server-20261129-173945-94e6`."""
 
-    logs: Mapping[str, LogBuffer]
+    @property
+    def logs(self) -> Mapping[str, LogBuffer]:
+        """All there are by now; more may come."""
 
     def log_state(self, key: str) -> str:
         """The state of the stream in words, such as `live` or `stale for 12 s`."""
@@ -203,7 +206,7 @@ def state_words(view: LogView, stream: str, width: int) -> Text:
     dropped = f"{buffer.dropped:,} dropped from memory" if buffer.dropped else "nothing missing"
     parts = [
         "following" if view.following else f"paused (+{view.behind:,})",
-        f"{buffer.next:,} lines",
+        lines_in_words(buffer.next),
         stream,
         dropped,
     ]

@@ -47,6 +47,11 @@ def tag(line: Line) -> str:
     return f"── {line.phase.replace('_', '-')} ──" if line.phase else ""
 
 
+def lines_in_words(count: int) -> str:
+    """`1 line`, `84,112 lines`."""
+    return "1 line" if count == 1 else f"{count:,} lines"
+
+
 def boundary(line: Line, width: int) -> str:
     """A line of our own: a rule as wide as the log, with its words at the right."""
     words = f" {line.text} ──"

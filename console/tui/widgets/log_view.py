@@ -18,7 +18,7 @@ from textual.strip import Strip
 from console.log_buffer import Line, LogBuffer
 from console.log_filter import AllRows, FilteredRows, Rows, Terms, moment
 from console.tui.widgets.log_hunt import Hunt
-from console.tui.widgets.log_row import MARGIN, Look, Span, boundary, draw, plain, shown
+from console.tui.widgets.log_row import MARGIN, Look, Span, boundary, draw, lines_in_words, plain, shown
 
 TICK = 1 / 20  # seconds between looks at the buffer
 HURRY = 1 / 60  # the same while a filter or a search goes through it
@@ -101,6 +101,10 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         """Begin to look at the buffer."""
         self.set_interval(TICK, self._drain)
         self._hurry = self.set_interval(HURRY, self._drain, pause=True)
+        self._drain()
+
+    def on_show(self) -> None:
+        """Catch up with what came while it was hidden."""
         self._drain()
 
     # --- What is shown ---
@@ -310,8 +314,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
             self.say(f"{len(text):,} characters are too many for a terminal's clipboard")
         elif text:
             self.app.copy_to_clipboard(text)
-            lines = text.count("\n") + 1
-            self.say("copied 1 line" if lines == 1 else f"copied {lines:,} lines")
+            self.say(f"copied {lines_in_words(text.count(chr(10)) + 1)}")
 
     def on_mouse_down(self, event: events.MouseDown) -> None:
         """Stand still while something is selected; the cursor goes where the mouse is."""
@@ -407,8 +410,8 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
                 return self._draw(self._unfinished, look, current=False)
             return plain(self._why_empty() if y == 0 and row == 0 else "", width, look.base + look.muted)
         if self._rows.is_gap(row):
-            left_out = self._rows.number(row) - self._rows.number(row - 1) - 1 if row else 0
-            return plain(f"… {left_out:,} lines" if left_out > 0 else "…", width, look.base + look.muted)
+            left_out = self._rows.number(row) - self._rows.number(row - 1) - 1
+            return plain(f"… {lines_in_words(left_out)}", width, look.base + look.muted)
         line = self._line(row)
         if line is None:  # dropped since the last look at the buffer
             return plain("", width, look.base)
