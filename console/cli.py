@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Group, Parameter
 
 from backends.errors import ExitCode, LayertapError, LeftBehind, RunDied, UsageError
+from console import VERSION
 
 if TYPE_CHECKING:
     from console.demo import Follow, Say
     from console.session import Session
 
-VERSION = "0.1.0"
 DEFAULT_PORT = 30000
 
 app = App(

@@ -309,6 +309,7 @@ class Feed:
 def aside(act: Callable[[], T]) -> Future[T]:
     """Do it in a thread that nobody waits for when the console is left."""
     done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # whoever awaits it may be gone before it is done
 
     def run() -> None:
         try:

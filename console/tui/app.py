@@ -22,10 +22,12 @@ from console.hosts import LOCAL, known, look, open_session
 from console.tui.screens.base import HostScreen
 from console.tui.screens.dashboard import DashboardScreen
 from console.tui.screens.dialogs import Confirm, HostKey, Secret
+from console.tui.screens.extract import ExtractScreen
 from console.tui.screens.help import HelpScreen, key_name
 from console.tui.screens.hosts import HostsScreen
 from console.tui.screens.logs import LogScreen
 from console.tui.screens.runs import RunsScreen
+from console.tui.screens.samples import SamplesScreen
 from console.tui.screens.server import ServerScreen
 from console.tui.screens.try_prompt import TryScreen
 
@@ -35,6 +37,8 @@ DEFAULTS = ConsoleConfig()
 
 VIEWS: dict[str, Callable[[Feed], Screen[None]]] = {
     "view.logs": LogScreen,
+    "view.extract": ExtractScreen,
+    "view.samples": SamplesScreen,
     "view.try": TryScreen,
     "view.server": ServerScreen,
     "view.runs": RunsScreen,
