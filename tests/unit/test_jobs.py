@@ -150,7 +150,7 @@ def result(value: object, code: int) -> str:
 
 def finish(session: Session, run: Run) -> tuple[int, object]:
     (*_, last) = session.follow(run.id)
-    return headless.finish_job(session, last)
+    return session.finish(last)
 
 
 def test_a_job_that_succeeds(session: Session, start: Start) -> None:
