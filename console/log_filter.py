@@ -119,7 +119,8 @@ class AllRows:
 class FilteredRows:
     """The lines that match, and `context` lines around each; with those, there is a gap between groups.
 
-    Lines of our own always match. The filter goes through the buffer in slices, from its oldest line on, and then follows it.
+    Lines of our own always match. The filter goes through the buffer in slices, from its oldest line on, and then
+    follows it.
     """
 
     def __init__(self, buffer: LogBuffer, terms: Terms, context: int = 0) -> None:

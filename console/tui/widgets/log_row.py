@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
+from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
@@ -61,20 +62,29 @@ def boundary(line: Line, width: int) -> str:
 def draw(line: Line, text: str, spans: list[Span], left: int, width: int, look: Look, *, current: bool) -> Strip:
     """The row of `text`, which is `line` as shown, from its character `left` on; `spans` have styles of their own."""
     base = look.base + look.cursor if current else look.base
-    level = {"error": look.error, "warning": look.warning, "": Style()}[line.level]
-    room = width - MARGIN
+    style = base + look.error if line.level == "error" else base + look.warning if line.level == "warning" else base
     right = tag(line) if width >= LEAST_FOR_TAGS else ""
-    body = room - len(right) - 1 if right else room
-    visible = text[left : left + body]
-    strip = Strip(_segments(visible, base + level, [(start - left, end - left, style) for start, end, style in spans]))
-    overflows = len(text) > left + body or strip.cell_length > body
-    strip = strip.apply_offsets(left, line.number)
-    strip = strip.crop_extend(0, body, base)
-    end = [Segment(f" {right}" if right else "", base + look.muted)]
-    if overflows:
-        strip = strip.crop(0, body - 1)
-        end.insert(0, Segment("…", base + look.muted))
-    return Strip([*_margin(line, left, base, level, current), *strip, *end])
+    room = width - MARGIN - (len(right) + 1 if right else 0)
+    visible, cells = _fit(text, left, room)
+    more = left + len(visible) < len(text)
+    if more and cells == room:
+        visible, cells = _fit(visible, 0, room - 1)
+    segments = [
+        Segment(SIGNS[line.level], style),
+        Segment("▌" if current else " ", base),
+        *_segments(visible, style, [(start - left, end - left, extra) for start, end, extra in spans]),
+    ]
+    end = ("…" if more else "") + " " * (room - cells - more) + (f" {right}" if right else "")
+    if end:
+        segments.append(Segment(end, base + look.muted))
+    return Strip(segments, width)
+
+
+def with_offsets(strip: Strip, line: Line, left: int) -> Strip:
+    """A drawn row whose parts say where in the line they stand, which is what a selection by mouse asks for."""
+    margin, text = strip.divide([MARGIN, strip.cell_length])
+    offset = Style.from_meta({"offset": (left, line.number)})  # a selection may begin in the margin, too
+    return Strip.join([margin.apply_style(offset), text.apply_offsets(left, line.number)])
 
 
 def plain(text: str, width: int, style: Style) -> Strip:
@@ -82,15 +92,20 @@ def plain(text: str, width: int, style: Style) -> Strip:
     return Strip([Segment(" " * MARGIN + text, style)]).crop_extend(0, width, style)
 
 
-def _margin(line: Line, left: int, base: Style, level: Style, current: bool) -> list[Segment]:
-    here = Style.from_meta({"offset": (left, line.number)})  # a selection may begin in the margin
-    return [
-        Segment(SIGNS[line.level], base + level + here),
-        Segment("▌" if current else " ", base + here),
-    ]
+def _fit(text: str, left: int, room: int) -> tuple[str, int]:
+    """As much of the text from `left` on as takes at most `room` cells, and how many it takes."""
+    visible = text[left : left + room]
+    if visible.isascii():
+        return visible, len(visible)
+    cells = cell_len(visible)
+    while cells > room:
+        cells -= cell_len(visible[-1])
+        visible = visible[:-1]
+    return visible, cells
 
 
 def _segments(text: str, base: Style, spans: list[Span]) -> list[Segment]:
+    """The text cut where a style begins or ends."""
     edges = {0, len(text), *(edge for start, end, _ in spans for edge in (start, end) if 0 < edge < len(text))}
     segments = []
     for start, end in pairwise(sorted(edges)):

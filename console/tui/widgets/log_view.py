@@ -9,7 +9,7 @@ from typing import ClassVar
 from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
-from textual.geometry import Size
+from textual.geometry import Region, Size
 from textual.reactive import var
 from textual.scroll_view import ScrollView
 from textual.selection import Selection
@@ -18,7 +18,7 @@ from textual.strip import Strip
 from console.log_buffer import Line, LogBuffer
 from console.log_filter import AllRows, FilteredRows, Rows, Terms, moment
 from console.tui.widgets.log_hunt import Hunt
-from console.tui.widgets.log_row import MARGIN, Look, Span, boundary, draw, lines_in_words, plain, shown
+from console.tui.widgets.log_row import MARGIN, Look, Span, boundary, draw, lines_in_words, plain, shown, with_offsets
 
 TICK = 1 / 20  # seconds between looks at the buffer
 HURRY = 1 / 60  # the same while a filter or a search goes through it
@@ -93,6 +93,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         self._unfinished: Line | None = None
         self._cursor = 0  # number of the current line while paused
         self._paused_at = 0  # number of the line that was to come then
+        self._painting = False
         self._moving = False  # by us, not by the user
         self._note_until = 0.0
         self._look: Look | None = None
@@ -401,6 +402,14 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         super().notify_style_update()
         self._look = None
 
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """The rows to paint."""
+        self._painting = True
+        try:
+            return super().render_lines(crop)
+        finally:
+            self._painting = False
+
     def render_line(self, y: int) -> Strip:
         """One row of the screen."""
         width, look = self._width, self._styles()
@@ -432,7 +441,10 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
             start, end = selected
             spans.append((start, len(text) if end == -1 else end, look.selection))
         left = 0 if line.ours else self.left
-        return draw(line, text, spans, left, self._width, look, current=current)
+        strip = draw(line, text, spans, left, self._width, look, current=current)
+        # Whoever asks for one row wants to know what the mouse is on. Painted rows go without: each offset makes styles
+        # that stay in the caches of Rich and Textual, and the garbage collector then stops everything for 60 ms.
+        return strip if self._painting else with_offsets(strip, line, left)
 
     def _why_empty(self) -> str:
         if self._rows.progress is not None:
