@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from log_helpers import ViewApp, current, numbered, rows, text, until
 from textual import events
+from textual.color import Color
 
 from console.log_buffer import LogBuffer
 
@@ -188,6 +189,32 @@ async def test_wide_characters_do_not_run_over_the_edge() -> None:
         for y in range(3):
             assert app.view.render_line(y).cell_length == 79
         assert rows(app.view)[0].endswith("…")
+
+
+def colours(app: ViewApp, row: int, column: int) -> tuple[Color, Color]:
+    """The colours of the text and behind it."""
+    strip = app.view.render_line(row).crop(column, column + 1)
+    style = next(iter(strip)).style
+    assert style is not None
+    assert style.color is not None
+    assert style.bgcolor is not None
+    return Color.from_rich_color(style.color), Color.from_rich_color(style.bgcolor)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("theme", ["textual-dark", "textual-light", "nord"])
+async def test_every_part_can_be_read_and_the_cursor_is_seen(theme: str) -> None:
+    app = app_with(STAMPED)
+    async with app.run_test(size=SIZE) as pilot:
+        app.theme = theme
+        await until(pilot, lambda: "all is quiet" in text(app.view))
+        await pilot.press("g")
+        await pilot.pause()
+        for row, column in [(0, 3), (0, 20), (0, 75), (2, 20), (4, 20), (3, 3)]:
+            front, back = colours(app, row, column)
+            assert abs(front.brightness - back.brightness) > 0.25, (row, column)
+        assert colours(app, 0, 20)[1] != colours(app, 1, 20)[1]
+        assert len({colours(app, row, 20)[0] for row in (1, 2, 4)}) == 3
 
 
 # --- Filter ---

@@ -42,7 +42,7 @@ class Prompt(Horizontal):
     Prompt > Label { padding: 0 1; color: $accent; text-style: bold; }
     Prompt > Input { width: 1fr; background: $panel; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "close", "Cancel", id="logs.cancel", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "close", "Cancel", id="logs.cancel")]
 
     class Closed(Message):
         """It asks no more; `typed` is what was entered, None where it was cancelled."""
@@ -100,6 +100,7 @@ class LogScreen(Screen[None]):
         super().__init__()
         self.feed = feed
         self._views: dict[str, LogView] = {}
+        self._asking = False
         self._typed = {"filter": "", "search": "", "time": ""}
 
     def compose(self) -> ComposeResult:
@@ -122,6 +123,11 @@ class LogScreen(Screen[None]):
         """The log that is shown; None before there is any."""
         return self._views.get(self.shown)
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Ask for one thing at a time."""
+        del parameters
+        return action not in ("search", "filter", "time", "other") or not self._asking
+
     def action_filter(self) -> None:
         """Ask for a filter."""
         self._ask("filter", r"Prefill !health /token: \d{4}/    empty shows all lines")
@@ -142,6 +148,7 @@ class LogScreen(Screen[None]):
 
     def _ask(self, what: str, hint: str) -> None:
         if self.view is not None:
+            self._asking = True
             self.query_one("#log-foot", ContentSwitcher).current = "log-prompt"
             self.query_one(Prompt).ask(what, self._typed[what], hint)
 
@@ -149,6 +156,7 @@ class LogScreen(Screen[None]):
     def _answered(self, event: Prompt.Closed) -> None:
         view = self.view
         assert view is not None
+        self._asking = False
         self.query_one("#log-foot", ContentSwitcher).current = "log-line"
         view.focus()
         if event.typed is not None:
@@ -182,19 +190,23 @@ class LogScreen(Screen[None]):
         """Say anew what stands above and below the log."""
         view = self.view
         width = self.size.width - 2
-        self.query_one("#log-names", Static).update(self._names(), layout=False)
+        self._put("#log-names", self._names(width))
         if view is not None:
-            self.query_one("#log-state", Static).update(
-                state_words(view, self.feed.log_state(self.shown), width), layout=False
-            )
-            self.query_one("#log-line", Static).update(Text(view.note or line_words(view)), layout=False)
+            self._put("#log-state", state_words(view, self.feed.log_state(self.shown), width))
+            self._put("#log-line", Text(view.note or line_words(view)))
 
-    def _names(self) -> Text:
+    def _put(self, place: str, words: Text) -> None:
+        static = self.query_one(place, Static)
+        if static.content != words:
+            static.update(words, layout=False)
+
+    def _names(self, width: int) -> Text:
         names = Text(no_wrap=True, overflow="ellipsis")
         for title in self._views:
             names.append(f" {title} ", "reverse bold" if title == self.shown else "")
-        if len(self._views) > 1:
-            names.append("  Tab: the other log", "dim")
+        hint = "  Tab: the other log"
+        if len(self._views) > 1 and names.cell_len + len(hint) <= width:
+            names.append(hint, "dim")
         elif not self._views:
             names.append("no log yet")
         return names

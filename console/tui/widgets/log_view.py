@@ -55,7 +55,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
     LogView > .log-view--warning { color: $text-warning; }
     LogView > .log-view--muted { color: $foreground-muted; }
     LogView > .log-view--match { text-style: reverse; }
-    LogView > .log-view--cursor { background: $boost; text-style: bold; }
+    LogView > .log-view--cursor { background: $primary 25%; text-style: bold; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("e", "error(1)", "Next error", id="logs.next_error"),
@@ -474,7 +474,10 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         return self._look
 
     def _part(self, name: str) -> Style:
-        return self.get_component_rich_style(f"log-view--{name}", partial=True)
+        """What this part of the look changes, with its colours laid over those behind them."""
+        own = self.get_component_rich_style(f"log-view--{name}", partial=True)
+        blended = self.get_component_rich_style(f"log-view--{name}")
+        return own.without_color + Style.from_color(own.color and blended.color, own.bgcolor and blended.bgcolor)
 
     # --- Selecting ---
 
