@@ -163,6 +163,7 @@ class Feed:
         """What was heard last, with the link, the streams and the pending question as they are now."""
         session, question = self._session, self._question
         return self._last | {
+            "at": time.time(),
             "link": msgspec.to_builtins(session.host.state if session else self._link),
             "streams": msgspec.to_builtins(self._streams()),
             "question": msgspec.to_builtins(question[0]) if question else None,
@@ -300,7 +301,7 @@ class Feed:
         tail = self._tails[key]
         link = self._session.host.state if self._session else self._link
         if link.state != "live":
-            return " ".join(words.link(msgspec.to_builtins(link))).removeprefix("! link ")
+            return " ".join(words.link(msgspec.to_builtins(link), time.time())).removeprefix("! link ")
         if tail.run is None:
             return "no run yet"
         return words.stream(msgspec.to_builtins(_stream(key, tail.heard, tail.lost)))

@@ -22,7 +22,15 @@ EVENTS = {
 SAMPLE_SIGNS = {"pending": "·", "sent": "~", "written": "+", "failed": "!"}
 TOKENS_SHOWN = 40
 ODD_SHOWN = 5
-SIGNS = {"healthy": "+", "starting": "~", "crashed": "!", "stopped": "-", "unknown": "?"}
+SIGNS = {
+    "healthy": "+",
+    "starting": "~",
+    "hang_suspected": "?",
+    "degraded": "?",
+    "crashed": "!",
+    "stopped": "-",
+    "unknown": "?",
+}
 
 
 def size(count: float | None) -> str:
@@ -114,11 +122,11 @@ def gpus(sample: dict[str, Any]) -> Iterator[str]:
         yield f"{'!' if troubles else ' '} GPU {gpu['index']}: " + " · ".join(parts)
 
 
-def link(state: dict[str, Any]) -> Iterator[str]:
-    """How the link is, where it is not simply live."""
+def link(state: dict[str, Any], at: float) -> Iterator[str]:
+    """How the link is at the moment `at`, where it is not simply live."""
     if state["state"] == "live":
         return
-    since = f" for {duration(time.time() - state['since'])}"
+    since = f" for {duration(at - state['since'])}"
     attempt = f", attempt {state['attempt']}" if state["attempt"] else ""
     following = f", next in {duration(state['next_in'])}" if state["next_in"] is not None else ""
     yield f"! link {state['state']}{since}{attempt}{following}{': ' + state['why'] if state['why'] else ''}"
@@ -235,7 +243,7 @@ def snapshot(now: dict[str, Any]) -> Iterator[str]:
     """A snapshot in lines."""
     host = now["host"]
     yield f"{host['user']}@{host['host']} · {time.strftime('%H:%M:%S', time.localtime(now['at']))}"
-    yield from link(now["link"])
+    yield from link(now["link"], now["at"])
     yield from gpus(now["gpus"])
     if now["server"] is None:
         yield "no server of ours ever ran here"

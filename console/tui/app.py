@@ -214,8 +214,7 @@ class Console(App[None], inherit_bindings=False):
                 self.run_worker(stopping())
 
         async def stopping() -> None:
-            screen = self.screen
-            assert isinstance(screen, HostScreen)
+            screen = next(one for one in reversed(self.screen_stack) if isinstance(one, HostScreen))
             self.notify(f"stopping {run_id} …", markup=False)
             made = await screen.ask_host(lambda session: session.stop(run_id, "asked for in the console"))
             if made is None:

@@ -19,7 +19,7 @@ from console.session import Session
 from console.tui.widgets.panel import Panel, joined, line
 
 T = TypeVar("T")
-ALWAYS = ("view.dashboard", "help", "quit")
+ALWAYS = ("view.dashboard", "help")
 
 
 class HostLine(Static):
@@ -33,24 +33,29 @@ class HostLine(Static):
 
     def show(self, now: dict[str, Any]) -> None:
         """Draw this snapshot."""
-        host, server = now["host"], now["server"]
+        host = now["host"]
         name = (
             self.feed.name if host is None or self.feed.name == host["host"] else f"{self.feed.name} ({host['host']})"
         )
         left = joined([line(("Layertap", "bold"), f"  {name}"), link_words(now)])
-        right = ""
-        if server is not None:
-            tap = server["tap"]
-            layers = tap["layers"] if tap else None
-            inside = f"tap in, {len(layers['boundaries'])} layers" if tap and tap["inside"] and layers else "tap not in"
-            running = server["state"] in ("running", "starting")
-            right = (
-                f"{server['details']['profile']} · SGLang {server['sglang']} · {inside if running else server['state']}"
-            )
-        elif host is not None:
-            right = f"SGLang {host['sglang']}" if host["sglang"] else "no SGLang found there; say --python"
-        space = self.content_size.width - left.cell_length - len(right)
-        self.update(line(left, " " * space, (right, "$text-muted")) if space > 1 else left)
+        space = self.content_size.width - left.cell_length
+        right = next((text for text in server_words(now) if len(text) < space), "")
+        self.update(line(left, " " * (space - len(right)), (right, "$text-muted")))
+
+
+def server_words(now: dict[str, Any]) -> list[str]:
+    """What runs there, the most telling that fits first."""
+    host, server = now["host"], now["server"]
+    if server is None:
+        if host is None:
+            return []
+        return [f"SGLang {host['sglang']}" if host["sglang"] else "no SGLang found there; say --python"]
+    tap, version = server["tap"], f"SGLang {server['sglang']}"
+    layers = tap["layers"] if tap and tap["inside"] else None
+    state = f"tap in, {len(layers['boundaries'])} layers" if layers else "tap not in"
+    if server["state"] not in ("running", "starting"):
+        state = server["state"]
+    return [f"{server['details']['profile']} · {version} · {state}", f"{version} · {state}", state]
 
 
 def link_words(now: dict[str, Any]) -> Any:
@@ -62,7 +67,7 @@ def link_words(now: dict[str, Any]) -> Any:
             return line((f"! {words.stream(samples)}", "bold $text-warning"))
         age = "" if not samples or samples["heard_age"] is None else f" {samples['heard_age']:.1f} s"
         return line(("+ live", "$text-success"), (age, "$text-muted"))
-    said = " ".join(words.link(link)).removeprefix("! link ")
+    said = " ".join(words.link(link, now["at"])).removeprefix("! link ")
     style = "$text-error" if link["state"] == "failed" else "$text-warning"
     return line((f"{'!' if link['state'] == 'failed' else '~'} {said}", f"bold {style}"))
 

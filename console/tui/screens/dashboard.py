@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
 from textual.containers import Grid, VerticalScroll
 from textual.widgets import Static
 
@@ -48,6 +49,11 @@ def worst(now: dict[str, Any]) -> str | None:
 class DashboardScreen(HostScreen, inherit_bindings=False):
     """All panels at once."""
 
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("j,down", "scroll(2)", "Down", show=False, id="dashboard.down"),
+        Binding("k,up", "scroll(-2)", "Up", show=False, id="dashboard.up"),
+    ]
+
     def compose_body(self) -> ComposeResult:
         """See `HostScreen`."""
         yield Banner(markup=False)
@@ -57,6 +63,10 @@ class DashboardScreen(HostScreen, inherit_bindings=False):
             yield GpuPanel(self.feed, id="gpus")
             yield DumpsPanel(id="dumps")
             yield TimelinePanel(self.feed, id="timeline")
+
+    def action_scroll(self, rows: int) -> None:
+        """Where the panels are more than the screen holds."""
+        self.query_one(VerticalScroll).scroll_relative(y=rows, animate=False)
 
     def show(self, now: dict[str, Any]) -> None:
         """See `HostScreen`."""

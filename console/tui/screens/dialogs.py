@@ -14,7 +14,10 @@ from textual.widgets import Button, Input, Static
 class Confirm(ModalScreen[bool]):
     """Whether to go on; Cancel has the focus."""
 
-    BINDINGS = [Binding("escape", "dismiss(False)", "Cancel", id="dialog.cancel")]  # noqa: RUF012
+    BINDINGS = [  # noqa: RUF012
+        Binding("escape", "dismiss(False)", "Cancel", id="dialog.cancel"),
+        Binding("left,right", "app.focus_next", show=False, id="dialog.other"),
+    ]
 
     def __init__(self, text: str, yes: str) -> None:
         super().__init__()

@@ -62,7 +62,7 @@ class RunsScreen(HostScreen):
         self._runs = found
         table.clear()
         for run in found:
-            table.add_row(*row(run, time.time()), key=run["id"])
+            table.add_row(*row(run, now()), key=run["id"])
         ids = [run["id"] for run in found]
         if chosen in ids:
             table.move_cursor(row=ids.index(chosen), animate=False)
@@ -96,6 +96,11 @@ class RunsScreen(HostScreen):
         run = await self.ask_host(lambda session: session.host.request(kind, run_id=run_id))
         if run is not None:
             self.query_one("#said", Static).update(line("\n".join(told(run))))
+
+
+def now() -> float:
+    """Seconds since the epoch."""
+    return time.time()
 
 
 def row(run: dict[str, Any], at: float) -> list[str]:

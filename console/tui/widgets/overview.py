@@ -14,6 +14,8 @@ from console.feed import Feed, Point
 from console.tui.widgets.panel import SIGN_STYLES, Panel, joined, line, wrapped
 
 EVIDENCE_SHOWN = 5
+SPANS = (1, 2, 5, 15)  # minutes that the time line is long
+GOING_ON = ("starting", "hang_suspected")  # verdicts of a server that has not been up yet
 HOLDS = 3.0  # seconds for which a sample is taken to hold
 SOMETIMES = frozenset({"tune", "graphs"})  # phases that many launches skip
 
@@ -55,20 +57,21 @@ def server_head(server: dict[str, Any], at: float) -> Iterable[Content]:
     verdict = server["verdict"]["verdict"]
     sign = words.SIGNS.get(verdict, "?")
     style = SIGN_STYLES[sign]
-    name = "READY" if verdict == "healthy" else verdict.upper()
+    name = "READY" if verdict == "healthy" else verdict.upper().replace("_", " ")
     parts: list[Content | str] = [line((f"{sign} {name}", f"bold {style}"))]
     if verdict == "healthy":
         parts.append(f"up {words.duration(at - server['created'])}")
-    elif verdict == "starting" and server["phase"]:
+    elif verdict in GOING_ON and server["phase"]:
         before = (server["earlier"] or {}).get("phases", {}).get(server["phase"])
         last = f" (last time {words.duration(before)})" if before is not None else ""
         parts.append(f"{_phase(server['phase'])} for {words.duration(server['phase_seconds'])}{last}")
     elif server["exit"]:
         parts.append(f"{words.duration(at - server['exit']['at'])} ago")
-    parts += [f"port {server['port']}", f"/health {server['health']}" if server["health"] else ""]
+    running = server["state"] in ("running", "starting")
+    parts += [f"port {server['port']}", f"/health {server['health']}" if running and server["health"] else ""]
     yield joined(parts, "   ")
     earlier = server["earlier"]
-    if verdict == "starting" and earlier:
+    if verdict in GOING_ON and earlier:
         since = words.duration(at - server["created"])
         yield _muted(f"launched {since} ago; the start before took {words.duration(earlier['seconds'])}")
 
@@ -80,7 +83,7 @@ def phase_rows(server: dict[str, Any], width: int) -> list[Content]:
         set((server["earlier"] or {}).get("phases", ())) | {"ready"} if server["earlier"] else set(PHASES) - SOMETIMES
     )
     current = server["phase"]
-    going_on = server["verdict"]["verdict"] == "starting"
+    going_on = server["verdict"]["verdict"] in GOING_ON
     cells: list[tuple[str, str, str]] = []
     for name in PHASES:
         phase = reached.get(name)
@@ -148,12 +151,15 @@ def extraction_lines(run: dict[str, Any], width: int) -> Iterable[Content]:
     formats = f"  {' + '.join(details['formats'])}" if details.get("formats") else ""
     source = str(details["rows"]).rpartition("/")[2]
     yield line((f"{sign} {name}", f"bold {SIGN_STYLES[sign]}"), f"   {source} -> {details['output']}{formats}")
-    if not progress:
-        yield _muted("preparing …")
-        return
-    if progress["phase"] in ("preparing", "tokenising"):
-        yield _muted(f"{progress['phase']} …")
-        return
+    if progress and progress["phase"] not in ("preparing", "tokenising"):
+        yield from _progress_lines(progress, width)
+    elif run["state"] in ("running", "starting"):
+        yield _muted(f"{progress['phase'] if progress else 'preparing'} …")
+    if "error" in result:
+        yield from wrapped(result["error"], width, "$text-error", "! ", "  ")
+
+
+def _progress_lines(progress: dict[str, Any], width: int) -> Iterable[Content]:
     count = f" {progress['written']:,} / {progress['samples']:,}"
     share = progress["written"] / progress["samples"] if progress["samples"] else 0.0
     yield line((bar(share, max(8, width - len(count))), "$text-accent"), count)
@@ -166,17 +172,15 @@ def extraction_lines(run: dict[str, Any], width: int) -> Iterable[Content]:
             f"{words.duration(left)} left" if left else f"{words.duration(progress['seconds'])} in all",
         ]
     )
-    waiting = [f"waiting {progress['pending']:,}", f"sent {progress['sent']:,}", f"verified {progress['written']:,}"]
     failed = line((f"failed {progress['failed']:,}", "$text-error" if progress["failed"] else ""))
+    waiting = [f"waiting {progress['pending']:,}", f"sent {progress['sent']:,}"]
     bad = [f"bad rows {progress['bad_rows']:,}"] if progress["bad_rows"] else []
     overlong = [f"overlong {progress['overlong_rows']:,}"] if progress["overlong_rows"] else []
-    yield joined([*waiting, failed, *bad, *overlong])
+    yield joined([f"verified {progress['written']:,}", failed, *bad, *overlong, *waiting])
     for failure in progress["failures"][:1]:
         yield from wrapped(
             f"sample {failure['sample']}: {failure['reason']}", width, "$text-error", "last failure: ", "  "
         )
-    if "error" in result:
-        yield from wrapped(result["error"], width, "$text-error", "! ", "  ")
 
 
 def _job_state(run: dict[str, Any]) -> tuple[str, str]:
@@ -243,7 +247,7 @@ class DumpsPanel(Panel):
         """See `Panel`."""
         dumps, server = now["dumps"], now["server"]
         if dumps is None or server is None:
-            return [_muted(_unknown(now, "no server runs, so there are none"))]
+            return [_muted(_unknown(now, "none: no server runs, or its tap is not in yet"))]
         seen, states = dumps["seen"] or {}, dumps["states"]
         failed = states["failed"]["requests"]
         rate = dumps["bytes_per_second"]
@@ -284,7 +288,7 @@ def _to_full(dumps: dict[str, Any]) -> Content | str:
 class TimelinePanel(Panel):
     """GPU, prefill, dumps and written samples over each other, on one axis."""
 
-    title = "Last 15 minutes"
+    title = "Time line"
 
     def __init__(self, feed: Feed, **known: Any) -> None:
         super().__init__(**known)
@@ -297,8 +301,9 @@ class TimelinePanel(Panel):
             return [_muted(_unknown(now, "nothing yet"))]
         wide = max(10, width - 9 - 13)
         end = points[-1].at
-        seconds = min(900.0, max(60.0, end - points[0].at))
-        self.border_title = f"Last {words.duration(seconds)}"
+        minutes = next((some for some in SPANS if end - points[0].at <= some * 60), SPANS[-1])
+        seconds = minutes * 60.0
+        self.border_title = f"Last {minutes} min"
         rows = []
         for name, unit in (("gpu", "%"), ("tokens", "tok/s"), ("dump_bytes", "B/s"), ("written", "/s")):
             cells = resample([(point.at, getattr(point, name)) for point in points], end - seconds, end, wide)
