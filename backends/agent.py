@@ -26,17 +26,21 @@ import msgspec
 from backends import datasets, folders, payloads, runs
 from backends.errors import ExitCode, LayertapError, RunDied, UsageError
 from backends.frames import FrameError, pack, read_frame
-from backends.jobs import JOBS, refuse_second, start_job
+from backends.jobs import JOBS, describe, refuse_second, start_job
 from backends.launch import Launching, launch
 from backends.logs import PartHead, read_part
 from backends.outbox import Outbox
 from backends.sample import Sampler
+from backends.sglang import masked
 from backends.survival import danger
 from backends.watch import EarlierStart, ServerWatch, earlier_start
-from capture import events
+from capture import code_hash, events, gate
+from capture.dump import DumpError, read_tap
 from capture.ledger import State
+from capture.server import ServerGone
 
 AT_ONCE = 32
+GATE_SECONDS = 15.0
 
 Request = Callable[..., Any]
 
@@ -163,6 +167,20 @@ class Agent:
             "server": self.status(server.id) if server else None,
             "extraction": self.extraction(),
         }
+
+    def gate(self, run_id: str) -> dict[str, Any]:
+        """What the gate says of a live server, and the arguments that it resolved to, secrets masked.
+
+        Raises RunDied where it is dead or does not answer.
+        """
+        server = describe(self.runs.get(run_id))
+        try:
+            info = server.info(GATE_SECONDS)
+            tap = read_tap(Path(server.dump_dir))
+        except (ServerGone, DumpError) as error:
+            raise RunDied(str(error)) from error
+        plain = {name: masked(name, value) for name, value in info.items() if isinstance(value, (str, int, float))}
+        return {"findings": gate.check(info, tap, gate.Expected(code_hash(), server.model)), "effective": plain}
 
     def folder(self, path: str) -> folders.Folder:
         """What a folder of this host holds."""
