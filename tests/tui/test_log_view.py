@@ -291,14 +291,26 @@ async def test_c_shows_lines_around_each_match() -> None:
 
 @pytest.mark.asyncio
 async def test_the_cursor_stays_on_its_line_when_the_filter_goes() -> None:
-    app = app_with(numbered(0, 1000))
+    app = app_with(numbered(0, 100_000))  # more than a filter goes through at once
     async with app.run_test(size=SIZE) as pilot:
         app.view.set_filter("/5$/")
-        await until(pilot, lambda: rows(app.view)[-1] == "  line 995")
-        await pilot.press("g", "j", "j", "j")
-        assert current(app.view) == "line 35"
+        await until(pilot, lambda: rows(app.view)[-1] == "  line 99995")
+        app.view.search("/ 70005$/")
+        await until(pilot, lambda: current(app.view) == "line 70005")
         app.view.set_filter("")
-        await until(pilot, lambda: current(app.view) == "line 35")
+        await until(pilot, lambda: current(app.view) == "line 70005")
+        app.view.set_filter("/0005$/")
+        await until(pilot, lambda: current(app.view) == "line 70005")
+        assert "line 60005" in text(app.view)
+
+
+@pytest.mark.asyncio
+async def test_a_search_waits_for_the_filter() -> None:
+    app = app_with(numbered(0, 100_000))
+    async with app.run_test(size=SIZE) as pilot:
+        app.view.set_filter("/5$/")
+        app.view.search("/ 99985$/")
+        await until(pilot, lambda: current(app.view) == "line 99985")
 
 
 # --- Search, errors, times ---

@@ -93,6 +93,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         self._unfinished: Line | None = None
         self._cursor = 0  # number of the current line while paused
         self._paused_at = 0  # number of the line that was to come then
+        self._anchor: int | None = None  # number of the line to go back to once a new filter is through
         self._painting = False
         self._moving = False  # by us, not by the user
         self._note_until = 0.0
@@ -156,20 +157,16 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
                 lambda row: self._matches(row, lambda line: line.time is not None and line.time >= then),
                 row=0,
                 step=1,
-                left=len(self._rows),
                 nothing="no line of that time is shown",
             )
         )
 
     def _show_rows(self) -> None:
-        current = self.current
+        current = None if self.following else self.current
         self._hunt = None
         self._rows = FilteredRows(self.buffer, self._filter, self._around) if self._filter else AllRows(self.buffer)
-        if current is not None:
-            self._cursor = current.number
+        self._anchor = current.number if current is not None else self._anchor
         self._drain()
-        if not self.following and self._rows.progress is None and len(self._rows):
-            self._show(min(self._rows.row(self._cursor), len(self._rows) - 1))
         self.refresh()
 
     @property
@@ -199,6 +196,8 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         bottom = self.scroll_offset.y + self._height
         if gone or (before != len(self._rows) and bottom >= before - gone) or unfinished != self._unfinished:
             self.refresh()
+        if self._anchor is not None and self._rows.progress is None:
+            self._show(self._rows.row(self._anchor), centred=True)
         self._chase(gone)
         self.behind = 0 if self.following else self.buffer.next - self._paused_at
         if self.note and time.monotonic() > self._note_until:
@@ -213,10 +212,13 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         return line if line is not None and (not self._filter or self._filter.match(line.text)) else None
 
     def _chase(self, gone: int) -> None:
+        """Go on with what is looked for, once the filter has gone through the log."""
         hunt = self._hunt
         if hunt is None:
             return
         hunt.forget(gone)
+        if self._rows.progress is not None:
+            return
         found = hunt.go_on(len(self._rows), SLICE)
         if not hunt.over:
             return
@@ -255,7 +257,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
     def action_follow(self) -> None:
         """Show the end, and stay there."""
         self.following = True
-        self._hunt = None
+        self._hunt = self._anchor = None
         self._drain()
         self.refresh()
 
@@ -345,6 +347,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
 
     def _show(self, row: int, *, step: int = 1, centred: bool = False) -> None:
         """Make a row the current one, and scroll to it."""
+        self._anchor = None
         if not len(self._rows):
             return
         self._pause()
@@ -378,12 +381,8 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         )
 
     def _seek(self, wanted: Callable[[int], bool], step: int, nothing: str, *, from_here: bool = False) -> None:
-        row = self._current_row()
-        if row is None:
-            self.say(nothing)
-            return
-        start = row if from_here else row + step
-        self._start(Hunt(wanted, row=start, step=step, left=len(self._rows), nothing=nothing))
+        row = self._current_row() or 0
+        self._start(Hunt(wanted, row=row if from_here else row + step, step=step, nothing=nothing))
 
     def _begins_error(self, row: int) -> bool:
         def is_error(line: Line) -> bool:
