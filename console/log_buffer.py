@@ -89,7 +89,7 @@ class LogBuffer:
         self._half_since = 0.0
         self._stamps = Clock()
         self._levels = Levels()
-        self._startup = Startup()
+        self._startup: Startup | None = None
 
     @property
     def dropped(self) -> int:
@@ -197,17 +197,15 @@ class LogBuffer:
             self._drop()
 
     def _phase(self, text: str, message: str) -> str:
-        """The start-up phase that begins with this line, or ""."""
-        ready = self._startup.ready
-        if (ready and _START.needle not in message) or not any(needle in message for needle in _NEEDLES):
-            return ""
-        if _START.pattern.match(message):
+        """The start-up phase that begins with this line, or "". Only of a start that was seen from its beginning."""
+        if _START.needle in message and _START.pattern.match(message):
             self._startup = Startup()
-        if self._startup.ready:
+        startup = self._startup
+        if startup is None or startup.ready or not any(needle in message for needle in _NEEDLES):
             return ""
-        before = {phase.id for phase in self._startup.phases}
-        self._startup.feed(text + "\n")
-        return next((phase.id for phase in self._startup.phases if phase.id not in before), "")
+        before = {phase.id for phase in startup.phases}
+        startup.feed(text + "\n")
+        return next((phase.id for phase in startup.phases if phase.id not in before), "")
 
     def _drop(self) -> None:
         """Let go of the oldest blocks, as far as the limits ask for it."""

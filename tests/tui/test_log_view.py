@@ -153,11 +153,12 @@ async def test_an_empty_log_says_so() -> None:
 async def test_levels_ranks_phases_and_boundaries() -> None:
     app = app_with()
     app.view.buffer.mark("run server-1 begins")
-    app.view.buffer.feed(STAMPED)
+    app.view.buffer.feed(b"server_args={'tp_size': 2}\n" + STAMPED)
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: "all is quiet" in text(app.view))
         shown = rows(app.view)
         assert shown[0] == "  " + "─" * 54 + " run server-1 begins ──"
+        assert shown.pop(1) == "  server_args={'tp_size': 2}" + " " * 41 + "── args ──"
         assert shown[1] == "  14:00:59 TP0  Load weight begin. avail mem=94.02 GB             ── weights ──"
         assert shown[2].startswith("  14:01:02 TP0  Load weight end.")
         assert shown[2].endswith("…")

@@ -97,9 +97,9 @@ def test_the_last_drawing_of_a_bar_is_shown_while_it_goes_on() -> None:
 def test_what_another_rank_logs_while_a_bar_stands_there_is_a_line() -> None:
     other = "[2026-06-01 09:06:44 TP1] KV Cache is allocated. #tokens: 65536, K size: 2.15 GB, V size: 2.14 GB"
     for parts in ([bar(1), bar(2) + other + "\n", bar(3), "\n"], [bar(1) + bar(2) + other + "\n" + bar(3) + "\n"]):
-        buffer = fed(*parts)
-        assert texts(buffer) == [bar(2).strip("\r"), other, bar(3).strip("\r")]
-        assert [line.phase for line in buffer.lines(0, 3)] == ["weights", "kv", ""]
+        buffer = fed("server_args={'tp_size': 2}\n", *parts)
+        assert texts(buffer)[1:] == [bar(2).strip("\r"), other, bar(3).strip("\r")]
+        assert [line.phase for line in buffer.lines(1, 4)] == ["weights", "kv", ""]
 
 
 def test_nothing_that_moves_a_terminal_stays_in() -> None:
@@ -227,6 +227,11 @@ def test_each_phase_begins_once_in_each_run() -> None:
     phases = [line.phase for line in buffer.lines(0, buffer.next) if line.phase]
     assert phases == [*PHASES, *PHASES]
     assert [line.text[-8:] for line in buffer.lines(0, 15) if line.phase == "ready"] == ["to roll!"]
+
+
+def test_a_log_that_is_read_from_its_middle_on_has_no_phases() -> None:
+    buffer = fed(START.partition("\n")[2])
+    assert {line.phase for line in buffer.lines(0, buffer.next)} == {""}
 
 
 # --- Levels ---

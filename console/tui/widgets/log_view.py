@@ -221,14 +221,15 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
             return
         found = hunt.go_on(len(self._rows), SLICE)
         if not hunt.over:
+            self.say("looking …")
             return
         self._hunt = None
         if found is None:
             self.say(hunt.nothing)
-        else:
-            self._show(found, centred=True)
-            if hunt.wrapped:
-                self.say("from the top again" if hunt.step > 0 else "from the end again")
+            return
+        self._show(found, centred=True)
+        again = "from the top again" if hunt.step > 0 else "from the end again"
+        self.say(again if hunt.wrapped else "")
 
     def _start(self, hunt: Hunt) -> None:
         self._hunt = hunt
@@ -263,16 +264,19 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
 
     def action_top(self) -> None:
         """Go to the oldest line."""
+        self._hunt = None
         self._show(0)
 
     def action_move(self, rows: int) -> None:
         """Move the cursor."""
+        self._hunt = None
         row = self._current_row()
         if row is not None and not (self.following and rows > 0):
             self._show(row + rows, step=rows)
 
     def action_page(self, pages: float) -> None:
         """Move by pages, the cursor with it."""
+        self._hunt = None
         row = self._current_row()
         if row is None or (self.following and pages > 0):
             return
