@@ -165,18 +165,21 @@ def status(*, port: int | None = None, watch: bool = False, common: Common = COM
 
     Args:
         port: port of the server, where several run.
-        watch: show it again every second until Ctrl+C.
+        watch: show it again every second until Ctrl+C, also while the link is down.
     """
     from console import headless, words
+    from console.feed import Feed
 
     with _session(common) as session:
-        while True:
-            now = session.snapshot(port)
-            headless.out(now, common.json, words.snapshot)
-            if not watch:
-                break
+        now = session.snapshot(port)
+        headless.out(now, common.json, words.snapshot)
+        if watch:
+            feed = Feed(common.host, lambda _: session, port, last=now, logs=False)
+            feed.start()
             try:
-                time.sleep(1)
+                while True:
+                    time.sleep(1)
+                    headless.out(feed.snapshot(), common.json, words.snapshot)
             except KeyboardInterrupt:
                 return ExitCode.INTERRUPTED
         if now["server"] is None:

@@ -112,10 +112,20 @@ class Tail:
 class Feed:
     """Watches one host. `open_session` connects, and may put questions; it is called in a thread.
 
+    `last` is shown until something newer is heard; without `logs` none is read.
+
     Raises nothing after construction: what goes wrong is in the snapshot.
     """
 
-    def __init__(self, name: str, open_session: Callable[[Ask], Session], port: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        open_session: Callable[[Ask], Session],
+        port: int | None = None,
+        *,
+        last: dict[str, Any] | None = None,
+        logs: bool = True,
+    ) -> None:
         self.name = name
         self.history: deque[Point] = deque(maxlen=HISTORY)
         self.gpu_history: dict[int, deque[float | None]] = {}
@@ -126,7 +136,8 @@ class Feed:
         self.logs: Mapping[str, LogBuffer] = {key: tail.buffer for key, tail in self._tails.items()}
         self._session: Session | None = None
         self._link = LinkState(state="connecting", since=time.time())
-        self._last: dict[str, Any] = empty_snapshot()
+        self._last: dict[str, Any] = last or empty_snapshot()
+        self._logs = logs
         self._heard: float | None = None
         self._trouble: str | None = None
         self._written: tuple[float, int] | None = None
@@ -244,7 +255,7 @@ class Feed:
         self._heard = time.monotonic()
         self._last = now
         for key, run in (("server", now["server"]), ("job", now["extraction"])):
-            if run:
+            if run and self._logs:
                 self._tails[key].aim(run["id"], run["log"])
         self._remember(now)
 

@@ -25,8 +25,8 @@ LOG_SHOWN = 4000  # bytes of a failed job's log
 
 def empty_snapshot() -> dict[str, Any]:
     """A snapshot of a host of which nothing is known yet."""
-    names = ("link", "host", "gpus", "server", "processes", "dumps", "extraction", "runs")
-    return {"schema": SCHEMA, "at": time.time()} | dict.fromkeys(names)
+    names = ("link", "host", "gpus", "server", "processes", "dumps", "extraction", "runs", "question", "trouble")
+    return {"schema": SCHEMA, "at": time.time(), "streams": []} | dict.fromkeys(names)
 
 
 class Session:
@@ -155,9 +155,7 @@ class Session:
         """
         seen = self.host.request("overview", run_id=run_id, port=port)
         sample = seen["sample"]
-        return {
-            "schema": SCHEMA,
-            "at": time.time(),
+        return empty_snapshot() | {
             "link": msgspec.to_builtins(self.host.state),
             "host": {key: self.hello[key] for key in ("host", "user", "python", "sglang")} | sample["host"],
             "gpus": sample["gpus"],

@@ -244,6 +244,8 @@ def snapshot(now: dict[str, Any]) -> Iterator[str]:
     host = now["host"]
     yield f"{host['user']}@{host['host']} · {time.strftime('%H:%M:%S', time.localtime(now['at']))}"
     yield from link(now["link"], now["at"])
+    if now["link"]["state"] == "live":
+        yield from (f"! {one['name']} {stream(one)}" for one in now["streams"] if one["state"] != "live")
     yield from gpus(now["gpus"])
     if now["server"] is None:
         yield "no server of ours ever ran here"

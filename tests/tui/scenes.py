@@ -303,13 +303,22 @@ SCENES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+NO_SAMPLES = {
+    "path": "/data/hs/kimi-v3",
+    "model": "/models/kimi-k2.5",
+    "counts": {"pending": 0, "sent": 0, "written": 0, "failed": 0},
+    "before": 0,
+    "samples": [],
+}
+
+
 class MadeFeed:
     """Shows one scene; what is asked of the host is answered by `answers`, by the request's name."""
 
     def __init__(self, scene: dict[str, Any], name: str = "gpu-host-1", answers: dict[str, Any] | None = None) -> None:
         self.name = name
         self.scene = copy.deepcopy(scene)
-        self.answers = answers or {}
+        self.answers = {"samples": NO_SAMPLES} | (answers or {})
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.given: list[str | None] = []
         self.closed = False

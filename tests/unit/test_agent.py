@@ -100,6 +100,55 @@ def test_the_state_of_a_server(agent: Agent, server: Callable[..., Run]) -> None
     assert [phase["id"] for phase in later["phases"]] == ["args", "weights", "ready"]
 
 
+def test_a_whole_look_in_one_answer(agent: Agent, server: Callable[..., Run], start: Start) -> None:
+    empty = agent.overview()
+    assert (empty["server"], empty["extraction"]) == (None, None)
+    run, job = server(), start("extract", details={"output": "/data"})
+    seen = agent.overview()
+    assert (seen["server"]["id"], seen["extraction"]["id"]) == (run.id, job.id)
+    until(lambda: {one["id"] for one in agent.overview()["sample"]["runs"]} == {run.id, job.id})
+    assert any(process["title"] for process in seen["sample"]["processes"])
+    assert agent.overview(port=1)["server"] is None
+    other = server()
+    with pytest.raises(UsageError, match="say which with --port"):
+        agent.overview()
+    assert agent.overview(run_id=run.id)["server"]["id"] == run.id
+    assert agent.overview(port=other.spec.port)["server"]["id"] == other.id
+    for one in (run, other):
+        agent.stop(one.id)
+    assert agent.overview()["server"]["id"] == other.id  # the one that ran last
+
+
+def test_how_long_the_start_before_took(agent: Agent, server: Callable[..., Run]) -> None:
+    first = server()
+    until(lambda: agent.status(first.id)["verdict"]["verdict"] == "healthy")
+    assert agent.status(first.id)["earlier"] is None
+    agent.stop(first.id)
+    silent = server("silent")  # never came up: the next start is compared with the first
+    agent.stop(silent.id)
+    earlier = agent.status(server().id)["earlier"]
+    assert earlier.run == first.id
+    assert earlier.seconds >= 0
+    assert set(earlier.phases) == {"args", "weights"}
+    other = server(profile="another")
+    assert agent.status(other.id)["earlier"] is None
+
+
+def test_what_the_gate_says(agent: Agent, server: Callable[..., Run]) -> None:
+    run = server()
+    until(lambda: agent.status(run.id)["verdict"]["verdict"] == "healthy")
+    said = agent.gate(run.id)
+    assert {finding.id for finding in said["findings"]} == {
+        "radix",
+        "graphs_prefill",
+        "graphs_decode",
+    }
+    assert said["effective"] == {"api_key": "***", "tp_size": "1"}
+    agent.stop(run.id)
+    with pytest.raises(RunDied, match=f"the server {run.id} is dead"):
+        agent.gate(run.id)
+
+
 def test_only_a_server_has_a_state(agent: Agent, start: Start) -> None:
     run = start("verify")
     with pytest.raises(UsageError, match=f"{run.id} is no server"):

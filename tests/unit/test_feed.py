@@ -67,7 +67,10 @@ def test_a_server_with_its_log(watch: Callable[..., Feed], server: Server) -> No
     assert [one["id"] for one in now["runs"]] == [run.id]
     until(lambda: any("fired up" in line for line in lines(feed, "server")), "the log")
     assert lines(feed, "server")[0] == f"run {run.id}"
-    assert {one["name"]: one["state"] for one in feed.snapshot()["streams"]} == {"samples": "live", "server log": "live"}
+    assert {one["name"]: one["state"] for one in feed.snapshot()["streams"]} == {
+        "samples": "live",
+        "server log": "live",
+    }
     until(lambda: feed.history, "a point")
     assert feed.log_state("server") == "live"
     assert feed.log_state("job") == "no run yet"
@@ -212,7 +215,12 @@ def test_a_question_waits_for_its_answer(watch: Callable[..., Feed]) -> None:
 
     feed = watch(open)
     until(lambda: feed.snapshot()["question"], "asked")
-    assert feed.snapshot()["question"] == {"kind": "password", "text": "password of me", "fingerprint": None, "again": False}
+    assert feed.snapshot()["question"] == {
+        "kind": "password",
+        "text": "password of me",
+        "fingerprint": None,
+        "again": False,
+    }
     feed.answer("hunter2")
     assert feed.snapshot()["question"] is None
     until(lambda: answers == ["hunter2"], "answered")

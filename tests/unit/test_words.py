@@ -280,7 +280,7 @@ def test_an_extraction() -> None:
 def test_a_snapshot() -> None:
     at = time.mktime((2026, 1, 1, 12, 34, 56, 0, 0, -1))
     now = {"at": at, "host": {"user": "ada", "host": "gpu-7"}, "server": None, "dumps": None, "extraction": None}
-    now |= {"link": {"state": "live"}, "gpus": {"state": "ok", "why": None, "gpus": [GPU]}}
+    now |= {"streams": [], "link": {"state": "live"}, "gpus": {"state": "ok", "why": None, "gpus": [GPU]}}
     (gpu,) = words.gpus(now["gpus"])
     assert list(words.snapshot(now)) == ["ada@gpu-7 · 12:34:56", gpu, "no server of ours ever ran here"]
     now |= {"server": server(), "dumps": DUMPS, "extraction": extraction()}

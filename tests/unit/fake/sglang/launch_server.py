@@ -54,7 +54,8 @@ class Handler(BaseHTTPRequestHandler):
             threading.Event().wait()
         self.send_response(503 if "sick" in WORDS else 200)
         self.end_headers()
-        self.wfile.write(b"{}")
+        info = {"api_key": "sk-secret", "tp_size": 1}
+        self.wfile.write(json.dumps(info if self.path == "/server_info" else {}).encode())
 
     def log_message(self, *_: object) -> None:
         pass
