@@ -190,6 +190,9 @@ async def test_slash_searches_and_t_goes_to_a_time() -> None:
         await answer(pilot, app, "t", "14:01")
         await until(pilot, lambda: current(view(app)) == "14:01:02  early")
         await until(pilot, lambda: foot(app) == "line 1 · 2026-11-29 14:01:02 · search: / 500$/")
+        await answer(pilot, app, "t", "")
+        assert current(view(app)) == "14:01:02  early"
+        assert view(app).note == ""
         await answer(pilot, app, "t", "noon")
         await until(pilot, lambda: foot(app) == "'noon' is no time: type 14:02, 14:02:11 or -5m")
 
@@ -218,6 +221,7 @@ async def test_it_fits_the_terminal(size: tuple[int, int]) -> None:
         assert app.screen.max_scroll_y == 0
         shown = {active.binding.action for active in app.screen.active_bindings.values() if active.binding.show}
         assert len(shown - {"quit", "command_palette"}) == 7
+        assert "app.command('help')" in shown
         footer = app.screen.query_one(Footer)
         assert sum(child.outer_size.width for child in footer.children) <= 80
 

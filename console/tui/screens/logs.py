@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import ClassVar, Protocol
 
@@ -16,11 +16,29 @@ from textual.reactive import var
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher, Footer, Input, Label, Static
 
+from console.commands import COMMANDS
 from console.log_buffer import LogBuffer
 from console.tui.widgets.log_row import lines_in_words
 from console.tui.widgets.log_view import LogView
 
 REFRESH = 1 / 5  # seconds between looks at what the head says
+
+
+KEYS = (
+    Binding("slash", "search", "Search", id="logs.search", key_display="/"),
+    Binding("f", "filter", "Filter", id="logs.filter"),
+    Binding("t", "time", "Go to a time", id="logs.time", show=False),
+    Binding("tab", "other", "Other log", id="logs.other", show=False),
+)
+
+
+def _elsewhere() -> Iterator[Binding]:
+    """The console's keys, which work here too; the line at the bottom is for those of the log, and help."""
+    taken = {binding.key for binding in KEYS}
+    for command in COMMANDS:
+        if command.key not in taken:
+            action = f"app.command('{command.id}')"
+            yield Binding(command.key, action, command.label, id=command.id, show=command.id == "help")
 
 
 class LogFeed(Protocol):
@@ -86,12 +104,7 @@ class LogScreen(Screen[None]):
     LogScreen #log-foot { height: 1; }
     LogScreen #log-line { color: $text-muted; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("slash", "search", "Search", id="logs.search", key_display="/"),
-        Binding("f", "filter", "Filter", id="logs.filter"),
-        Binding("t", "time", "Go to a time", id="logs.time", show=False),
-        Binding("tab", "other", "Other log", id="logs.other", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [*KEYS, *_elsewhere()]
 
     shown: var[str] = var("")
     """The title of the log that is shown."""
@@ -159,11 +172,12 @@ class LogScreen(Screen[None]):
         self._asking = False
         self.query_one("#log-foot", ContentSwitcher).current = "log-line"
         view.focus()
-        if event.typed is not None:
-            self._typed[event.what] = event.typed
+        typed = None if event.what == "time" and not event.typed else event.typed  # "" is no filter, but no time
+        if typed is not None:
+            self._typed[event.what] = typed
             do = {"filter": view.set_filter, "search": view.search, "time": view.jump}[event.what]
             try:
-                do(event.typed)
+                do(typed)
             except ValueError as error:
                 view.say(str(error))
         self._look()

@@ -61,7 +61,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         Binding("e", "error(1)", "Next error", id="logs.next_error"),
         Binding("E", "error(-1)", "Error before", id="logs.previous_error", show=False),
         Binding("space", "pause", "Pause", id="logs.pause"),
-        Binding("G,end", "follow", "End", id="logs.end", key_display="G"),
+        Binding("G,end", "follow", "End", id="logs.end", show=False),
         Binding("y", "copy", "Copy", id="logs.copy"),
         Binding("c", "context", "Context", id="logs.context"),
         Binding("n", "again(1)", "Next match", id="logs.next_match", show=False),
