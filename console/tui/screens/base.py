@@ -86,7 +86,12 @@ class HostScreen(Screen[None]):
     def __init__(self, feed: Feed) -> None:
         super().__init__()
         self.feed = feed
-        self.laid_out = False
+        self._begun = False
+
+    @property
+    def laid_out(self) -> bool:
+        """Whether there is a place to show anything: not before the first layout, nor while it is being closed."""
+        return self._begun and bool(self.query(HostLine))
 
     def compose(self) -> ComposeResult:
         """Top line, body, keys."""
@@ -109,8 +114,9 @@ class HostScreen(Screen[None]):
         self.call_after_refresh(self._begin)
 
     def _begin(self) -> None:
-        self.laid_out = True
-        self.show(self.feed.snapshot())
+        self._begun = True
+        if self.laid_out:
+            self.show(self.feed.snapshot())
 
     async def ask_host(self, act: Callable[[Session], T]) -> T | None:
         """Do something on the host without blocking a key; an error is shown, and gives None."""

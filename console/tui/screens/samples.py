@@ -48,7 +48,6 @@ class SamplesScreen(HostScreen):
         ),
         Binding("0", "only('')", "All states", show=False, id="samples.all"),
         Binding("slash", "number", "Go to a number", show=False, id="samples.number"),
-        Binding("enter", "open", "Open", id="samples.open"),
         Binding("l", "log", "Its log", id="samples.log"),
         Binding("f", "again", "Retry failed", id="samples.again"),
         Binding("b", "browse", "Other dataset", id="samples.browse"),
@@ -63,6 +62,7 @@ class SamplesScreen(HostScreen):
         self._place = {"after": -1}
         self._page: dict[str, Any] | None = None
         self._asked = 0.0
+        self._written_to = False
 
     def compose_body(self) -> ComposeResult:
         """See `HostScreen`."""
@@ -81,11 +81,15 @@ class SamplesScreen(HostScreen):
             self._look_at(run["details"]["output"])
         elif self._path is None and now["host"] is not None:
             self._say_where(line(("nothing was extracted here yet; b chooses a dataset", "$text-muted")))
-        elif self._path is not None and self._is_written_to(run) and time.monotonic() - self._asked > RENEW_SECONDS:
-            self._load()
+        elif self._path is not None:
+            self._renew(going_on(run) and run is not None and run["details"]["output"] == self._path)
 
-    def _is_written_to(self, run: dict[str, Any] | None) -> bool:
-        return run is not None and going_on(run) and run["details"]["output"] == self._path
+    def _renew(self, written_to: bool) -> None:
+        """Ask again now and then while an extraction writes to the dataset, and once when it has ended."""
+        ended = self._written_to and not written_to
+        self._written_to = written_to
+        if ended or (written_to and time.monotonic() - self._asked > RENEW_SECONDS):
+            self._load()
 
     # --- Pages ---
 
@@ -197,7 +201,7 @@ class SamplesScreen(HostScreen):
         said.update(Content("\n").join([head, Content(sample["reason"])]) if sample["reason"] else head)
 
     @on(DataTable.RowSelected)
-    def action_open(self) -> None:
+    def open(self) -> None:
         """Look at the sample."""
         sample = self.query_one(SampleTable).current
         if sample is not None and self._page is not None:

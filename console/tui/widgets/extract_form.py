@@ -46,7 +46,9 @@ class ExtractForm(Grid):
         yield Label("rows file")
         with Horizontal():
             yield Input(placeholder="JSONL or JSON on the host", id="rows", compact=True)
-            yield Button("Browse", id="browse", compact=True)
+            browse = Button("Browse", id="browse", compact=True)
+            browse.can_focus = False  # ctrl+o does it too, and tab leads to the next field
+            yield browse
         yield Label("dataset")
         yield Input(placeholder="folder on the host: new, empty, or a dataset to go on with", id="output", compact=True)
         yield Label("formats")

@@ -50,9 +50,10 @@ def what_next(run: dict[str, Any], width: int) -> list[Content]:
     if going_on(run):
         return []
     if progress.get("failed"):
-        text = f"f draws the {progress['failed']:,} failed samples again, a shows each with its reason"
-    elif run["exit"] and run["exit"]["code"] == 0:
-        text = "all is written; a shows the samples, f takes up rows that were added to the file since"
+        text = f"f draws the {progress['failed']:,} failed samples again; a shows each with its reason"
+    elif progress.get("samples") and progress["written"] == progress["samples"]:
+        bad = f", and l names the {progress['bad_rows']:,} bad rows" if progress["bad_rows"] else ""
+        text = f"all is written; a shows the samples{bad}; f takes up rows that the file has got since"
     else:
         text = "f goes on: what is written stays, the rest is drawn"
     return [Content(""), *wrapped(text, width, "bold", "-> ", "   ")]

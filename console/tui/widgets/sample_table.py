@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.text import Text
+from textual.binding import Binding, BindingType
 from textual.message import Message
 
 from console import words
 from console.tui.widgets.table import Table, theme_style
 
-COLUMNS = (("sample", 9), ("state", 10), ("tokens", 8), ("from", 30), ("attempts", 8), ("reason", None))
+COLUMNS = (("sample", 9), ("state", 9), ("tokens", 7), ("from", 22), ("tries", 5), ("reason", None))
 STYLES = {"sent": "text-accent", "written": "text-success", "failed": "text-error"}
 
 
 class SampleTable(Table):
     """Holds one page; whoever moves beyond its ends asks for the next one."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "Open", id="samples.open")]
 
     class Beyond(Message):
         """Another page is wanted: "next", "previous", "first" or "last"."""
@@ -30,7 +33,8 @@ class SampleTable(Table):
         """Its columns."""
         self.samples: list[dict[str, Any]] = []
         for name, width in COLUMNS:
-            self.add_column(name, width=width, key=name)
+            right = name in ("sample", "tokens", "tries")
+            self.add_column(Text(name, justify="right" if right else "left"), width=width, key=name)
 
     @property
     def current(self) -> dict[str, Any] | None:
@@ -53,13 +57,13 @@ class SampleTable(Table):
     def _cells(self, sample: dict[str, Any]) -> list[Text]:
         state = sample["state"]
         style = theme_style(self.app, STYLES.get(state, ""))
-        attempts = str(sample["attempts"]) if sample["attempts"] else ""
+        tries = str(sample["attempts"]) if sample["attempts"] else ""
         return [
             Text(f"{sample['number']:,}", justify="right"),
             Text(f"{words.SAMPLE_SIGNS[state]} {state}", style),
             Text(f"{sample['tokens']:,}", justify="right"),
             Text(f"{posixpath.basename(sample['file'])}:{sample['line']}", overflow="ellipsis"),
-            Text(attempts, justify="right"),
+            Text(tries, justify="right"),
             Text(sample["reason"] or "", style),
         ]
 

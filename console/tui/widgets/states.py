@@ -24,27 +24,29 @@ class StatesPanel(Panel):
 
     def paint(self, now: dict[str, Any], width: int) -> list[Content]:
         """See `Panel`."""
-        states = self.seen["states"] if self.seen else {}
-        self.display = bool(states)
-        if not states:
+        self.display = self.seen is not None and bool(self.seen["states"])
+        if self.seen is None or not self.seen["states"]:
             return []
-        figures = aligned([state_cells(name, state) for name, state in states.items()])
+        states = self.seen["states"]
+        kinds = {f"{state['shape']} {state['dtype']}" for state in states.values()}
+        same = kinds.pop() if len(kinds) == 1 else None
+        figures = aligned([state_cells(name, state, with_kind=same is None) for name, state in states.items()])
         lines: list[Content] = []
         for (name, state), text in zip(states.items(), figures, strict=True):
             lines += state_rows(name, state, text, width)
+        self.border_title = f"States{' ' + same if same else ''} · {self.seen['layers_words']}"
         if any(state["odd"] for state in states.values()):
-            assert self.seen is not None
             lines.append(line((f"! wrong, ? {self.seen['rule']}", "$text-muted")))
         return lines
 
 
-def state_cells(name: str, state: dict[str, Any]) -> list[str]:
-    """A state in figures."""
+def state_cells(name: str, state: dict[str, Any], *, with_kind: bool) -> list[str]:
+    """A state in figures; shape and dtype only `with_kind`."""
     known = [value for value in state["norms"] if value is not None]
     least, most = (words.norm(min(known)), words.norm(max(known))) if known else ("?", "?")
     return [
         name,
-        f"{state['shape']} {state['dtype']}",
+        *([f"{state['shape']} {state['dtype']}"] if with_kind else []),
         f"mean {words.norm(state['mean'])}",
         f"std {words.norm(state['std'])}",
         f"norm {least} to {most}",
@@ -64,17 +66,30 @@ def state_rows(name: str, state: dict[str, Any], figures: str, width: int) -> li
     cells = max(10, width - 2 if narrow else width - len(figures) - 2)
     norms = state["norms"]
     values = resample([(float(row), value) for row, value in enumerate(norms)], 0.0, len(norms) - 1.0, cells)
-    most = max([value for value in values if value is not None], default=0.0)
-    plot = history_blocks(stretched(values), most)
+    plot = history_blocks(stretched(lifted(values)), 1.0)
     indent = "  " if narrow else " " * (len(figures) + 2)
     if narrow:
         lines = [Content(figures), line(indent, (plot, "$text-accent"))]
     else:
         lines = [line(figures, "  ", (plot, "$text-accent"))]
     if state["odd"]:
-        lines.append(line(f"{indent}", (odd_marks(state, cells), "bold $text-error")))
-        lines.append(line(("  " if narrow else " " * (len(name) + 2)), (words.odd_rows(state), "$text-warning")))
+        text, marks = f"  {words.odd_rows(state)}", line((odd_marks(state, cells), "bold $text-error"))
+        beside = not narrow and len(text) < len(figures)
+        if not beside:
+            lines.append(line(indent, marks))
+        row = line((text.ljust(len(figures) + 2) if beside else text, "$text-warning"))
+        lines.append(line(row, marks) if beside else row)
     return lines
+
+
+def lifted(values: list[float | None]) -> list[float | None]:
+    """Values as shares of their span, so that small differences are seen; no span is less than a tenth of the most."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return values
+    most = max(known)
+    span = max(most - min(known), most / 10) or 1.0
+    return [None if value is None else 1.0 - (most - value) / span for value in values]
 
 
 def stretched(values: list[float | None]) -> list[float | None]:
