@@ -307,6 +307,10 @@ class Feed:
             if not more:
                 self._closing.wait(LOG_SECONDS)
 
+    def log_run(self, key: str) -> str | None:
+        """The run that a log is of, None before there is one."""
+        return self._tails[key].run
+
     def log_state(self, key: str) -> str:
         """How the stream of a log is, in words."""
         tail = self._tails[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -36,7 +37,6 @@ THEME_SECONDS = 2.0
 DEFAULTS = ConsoleConfig()
 
 VIEWS: dict[str, Callable[[Feed], Screen[None]]] = {
-    "view.logs": LogScreen,
     "view.extract": ExtractScreen,
     "view.samples": SamplesScreen,
     "view.try": TryScreen,
@@ -110,6 +110,12 @@ class Console(App[None], inherit_bindings=False):
         self.feed.start()
         self.set_interval(SHOW_SECONDS, self.show_now)
         self.set_interval(THEME_SECONDS, self._renew_themes)
+        self.call_after_refresh(self._settle)
+
+    def _settle(self) -> None:
+        """What is there now stays: a garbage collection that does not look at it holds the screen up for less long."""
+        gc.collect()
+        gc.freeze()
 
     def _load_themes(self) -> None:
         self._themes = themes.stamp()
@@ -166,6 +172,9 @@ class Console(App[None], inherit_bindings=False):
         elif name == "view.hosts":
             self._back()
             self.push_screen(HostsScreen(self.feed, self.hosts.names, self.hosts.look))
+        elif name == "view.logs":
+            self._back()
+            self.push_screen(self._logs())
         elif name in VIEWS:
             self._back()
             self.push_screen(VIEWS[name](self.feed))
@@ -176,9 +185,18 @@ class Console(App[None], inherit_bindings=False):
         while len(self.screen_stack) > 2:
             self.pop_screen()
 
+    def _logs(self) -> str:
+        """The name of the log screen, which stays as it was left."""
+        name = f"logs of {self.feed.name}"
+        if not self.is_screen_installed(name):
+            self.install_screen(LogScreen(self.feed), name)
+        return name
+
     def on_hosts_screen_chosen(self, event: HostsScreen.Chosen) -> None:
         """Show another host from now on."""
         self._back()
+        if self.is_screen_installed(f"logs of {self.feed.name}"):
+            self.uninstall_screen(f"logs of {self.feed.name}")
         before, self.feed = self.feed, self.hosts.watch(event.name)
         before.close()
         self._asking = None

@@ -351,6 +351,9 @@ class MadeFeed:
         self.given.append(text)
         self.scene["question"] = None
 
+    def log_run(self, key: str) -> str | None:
+        return {"server": self.scene["server"], "job": self.scene["extraction"]}.get(key, {}).get("id")
+
     def log_state(self, key: str) -> str:
         return "live"
 

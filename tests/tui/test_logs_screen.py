@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from log_helpers import current, numbered, rows, text, until
+from scenes import SCENES, MadeFeed
 from textual.app import App
 from textual.pilot import Pilot
 from textual.widgets import Footer, Input
@@ -19,8 +20,9 @@ JOB = "extract extract-20261129-174017-f039"
 SIZES = [(80, 24), (120, 40), (200, 60)]
 
 
-class FakeFeed:
+class FakeFeed(MadeFeed):
     def __init__(self) -> None:
+        super().__init__(SCENES["live"])
         self.logs: dict[str, LogBuffer] = {SERVER: LogBuffer()}
         self.state = "live"
 
@@ -217,7 +219,7 @@ async def test_it_fits_the_terminal(size: tuple[int, int]) -> None:
     async with app.run_test(size=size) as pilot:
         await opened(pilot, app)
         await until(pilot, lambda: rows(view(app))[-1] == "  line 999")
-        assert view(app).size.height == size[1] - 4
+        assert view(app).size.height == size[1] - 5
         assert app.screen.max_scroll_y == 0
         shown = {active.binding.action for active in app.screen.active_bindings.values() if active.binding.show}
         assert len(shown - {"quit", "command_palette"}) == 7

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from datetime import datetime
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from rich.text import Text
 from textual import on
@@ -13,43 +12,22 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.message import Message
 from textual.reactive import var
-from textual.screen import Screen
-from textual.widgets import ContentSwitcher, Footer, Input, Label, Static
+from textual.widgets import ContentSwitcher, Input, Label, Static
 
-from console.commands import COMMANDS
-from console.log_buffer import LogBuffer
+from console.feed import Feed
+from console.tui.screens.base import HostScreen
 from console.tui.widgets.log_row import lines_in_words
 from console.tui.widgets.log_view import LogView
 
 REFRESH = 1 / 5  # seconds between looks at what the head says
 
 
-KEYS = (
+KEYS: list[BindingType] = [
     Binding("slash", "search", "Search", id="logs.search", key_display="/"),
     Binding("f", "filter", "Filter", id="logs.filter"),
     Binding("t", "time", "Go to a time", id="logs.time", show=False),
     Binding("tab", "other", "Other log", id="logs.other", show=False),
-)
-
-
-def _elsewhere() -> Iterator[Binding]:
-    """The console's keys, which work here too; the line at the bottom is for those of the log, and help."""
-    taken = {binding.key for binding in KEYS}
-    for command in COMMANDS:
-        if command.key not in taken:
-            action = f"app.command('{command.id}')"
-            yield Binding(command.key, action, command.label, id=command.id, show=command.id == "help")
-
-
-class LogFeed(Protocol):
-    """Where the logs come from: a buffer a log by its title, such as `server server-20261129-173945-94e6`."""
-
-    @property
-    def logs(self) -> Mapping[str, LogBuffer]:
-        """All there are by now; more may come."""
-
-    def log_state(self, key: str) -> str:
-        """The state of the stream in words, such as `live` or `stale for 12 s`."""
+]
 
 
 class Prompt(Horizontal):
@@ -95,7 +73,7 @@ class Prompt(Horizontal):
         self.post_message(self.Closed(self.what, event.value))
 
 
-class LogScreen(Screen[None]):
+class LogScreen(HostScreen):
     """Shows `feed.logs`, one at a time; logs that come later are taken up by themselves."""
 
     DEFAULT_CSS = """
@@ -104,19 +82,18 @@ class LogScreen(Screen[None]):
     LogScreen #log-foot { height: 1; }
     LogScreen #log-line { color: $text-muted; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [*KEYS, *_elsewhere()]
+    BINDINGS: ClassVar[list[BindingType]] = KEYS
 
     shown: var[str] = var("")
     """The title of the log that is shown."""
 
-    def __init__(self, feed: LogFeed) -> None:
-        super().__init__()
-        self.feed = feed
+    def __init__(self, feed: Feed) -> None:
+        super().__init__(feed)
         self._views: dict[str, LogView] = {}
         self._asking = False
         self._typed = {"filter": "", "search": "", "time": ""}
 
-    def compose(self) -> ComposeResult:
+    def compose_body(self) -> ComposeResult:
         """The head, the log, one line about the current line, and what may be asked for."""
         yield Static(id="log-names", classes="log-head")
         yield Static(id="log-state", classes="log-head")
@@ -124,12 +101,11 @@ class LogScreen(Screen[None]):
         with ContentSwitcher(id="log-foot", initial="log-line"):
             yield Static(id="log-line", classes="log-head")
             yield Prompt(id="log-prompt")
-        yield Footer(show_command_palette=False)
 
-    async def on_mount(self) -> None:
+    def on_mount(self) -> None:
         """Take up the logs that are there."""
         self.set_interval(REFRESH, self._take_up)
-        await self._take_up()
+        self.call_later(self._take_up)
 
     @property
     def view(self) -> LogView | None:
@@ -217,7 +193,9 @@ class LogScreen(Screen[None]):
     def _names(self, width: int) -> Text:
         names = Text(no_wrap=True, overflow="ellipsis")
         for title in self._views:
-            names.append(f" {title} ", "reverse bold" if title == self.shown else "")
+            run = self.feed.log_run(title)
+            name = f" {title}{f' {run}' if run else ''} "
+            names.append(name, "reverse bold" if title == self.shown else "")
         hint = "  Tab: the other log"
         if len(self._views) > 1 and names.cell_len + len(hint) <= width:
             names.append(hint, "dim")
