@@ -14,6 +14,15 @@ from console.tui import jobs
 ENDED = {"exit": {"code": 1, "signal": None, "at": 1_795_983_500.0}, "state": "exited"}
 ROWS, OUTPUT = "/data/rows/gsm-mix.jsonl", "/data/hs/kimi-v3"
 
+AGAIN = {
+    "rows": ROWS,
+    "output": OUTPUT,
+    "formats": ["native", "specforge"],
+    "options": {},
+    "layertap": "0.1.0",
+    "allow_volatile": False,
+}
+
 PLAN: dict[str, Any] = {
     "schema": 1,
     "rows": 27,
@@ -100,6 +109,6 @@ def ended(**progress: Any) -> dict[str, Any]:
     return extraction(progress=progress, **ENDED)
 
 
-def made_console(jobs: MadeJobs, answers: dict[str, Any] | None = None, **known: Any) -> Any:
-    """A console over the scene "made"."""
-    return console("made", jobs.answers() | (answers or {}), **known)
+def made_console(jobs: MadeJobs, answers: dict[str, Any] | None = None, scene: str = "made", **known: Any) -> Any:
+    """A console over a scene, with these jobs on its host."""
+    return console(scene, jobs.answers() | (answers or {}), **known)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from consoles import shown, until, until_shown
 from scenes import extraction, server
-from screens_shown import OUTPUT, PLAN, ROWS, MadeJobs, ended, made_console, quick, with_extraction
+from screens_shown import AGAIN, OUTPUT, PLAN, ROWS, MadeJobs, ended, made_console, quick, with_extraction
 from textual.widgets import Button, Checkbox, Input
 
 from backends.errors import ConnectionFailed, Locked, UsageError
@@ -15,14 +15,6 @@ from console.tui.screens.extract import ExtractScreen
 from console.tui.widgets.planned import IN_LOSS, plan_lines
 
 SIZE = (120, 40)
-AGAIN = {
-    "rows": ROWS,
-    "output": OUTPUT,
-    "formats": ["native", "specforge"],
-    "options": {},
-    "layertap": "0.1.0",
-    "allow_volatile": False,
-}
 ROOT = {"path": "/data", "left_out": 0, "entries": [
     {"name": ".cache", "folder": True, "bytes": None},
     {"name": "hs", "folder": True, "bytes": None},
