@@ -48,6 +48,8 @@ class ExtractScreen(HostScreen):
         Binding("ctrl+o", "browse", "Browse", id="extract.browse"),
         Binding("ctrl+r", "plan", "Plan", id="extract.plan"),
         Binding("ctrl+l", "start", "Start", id="extract.start"),
+        Binding("pagedown", "scroll(10)", "Scroll down", show=False, id="extract.scroll_down"),
+        Binding("pageup", "scroll(-10)", "Scroll up", show=False, id="extract.scroll_up"),
         Binding("escape", "back", "Back", id="view.dashboard"),
     ]
     WATCHING = ("again", "new", "samples", "stop")
@@ -111,6 +113,10 @@ class ExtractScreen(HostScreen):
         if self.is_mounted:
             self.query_one(ContentSwitcher).current = "new" if asking else "watch"
             self.refresh_bindings()
+
+    def action_scroll(self, lines: int) -> None:
+        """Scroll the run, or form and plan."""
+        self.query_one("#new" if self.asking else "#watch").scroll_relative(y=lines, animate=False)
 
     # --- The run ---
 

@@ -82,8 +82,7 @@ class SampleScreen(HostScreen):
             ticking.stop()
         said.update(Content("\n").join(head_lines(seen)))
         panel = self.query_one(StatesPanel)
-        panel.seen = seen
-        panel.display = bool(seen["states"])
+        panel.see(seen)
         self.call_after_refresh(lambda: panel.show(self.feed.snapshot()))
         await self.query_one(TokenTable).fill(seen)
 

@@ -60,8 +60,8 @@ class ExtractForm(Grid):
         yield Label("max length")
         with Horizontal():
             yield Input(placeholder="the server's", id="max-length", type="integer", compact=True, classes="short")
-            yield Label("tokens; longer rows are")
-            yield Check("truncated, not skipped", id="truncate")
+            yield Label("tokens")
+            yield Check("longer rows are cut, not skipped", id="truncate")
         yield Label("loss")
         yield Check("only the last assistant turn", id="last-turn-only")
         yield Label("columns")

@@ -21,22 +21,33 @@ class StatesPanel(Panel):
     def __init__(self, **known: Any) -> None:
         super().__init__(**known)
         self.seen: dict[str, Any] | None = None
+        self._painted: tuple[int, list[Content]] | None = None
+        self.display = False
+
+    def see(self, seen: dict[str, Any]) -> None:
+        """Show the states of this sample from now on."""
+        self.seen, self._painted = seen, None
+        self.display = bool(seen["states"])
 
     def paint(self, now: dict[str, Any], width: int) -> list[Content]:
-        """See `Panel`."""
-        self.display = self.seen is not None and bool(self.seen["states"])
+        """See `Panel`. Drawn once: the sample does not change with the snapshots."""
         if self.seen is None or not self.seen["states"]:
             return []
-        states = self.seen["states"]
+        if self._painted is None or self._painted[0] != width:
+            self._painted = width, self._lines(self.seen, width)
+        return self._painted[1]
+
+    def _lines(self, seen: dict[str, Any], width: int) -> list[Content]:
+        states = seen["states"]
         kinds = {f"{state['shape']} {state['dtype']}" for state in states.values()}
         same = kinds.pop() if len(kinds) == 1 else None
+        self.border_title = f"States{' ' + same if same else ''} · {seen['layers_words']}"
         figures = aligned([state_cells(name, state, with_kind=same is None) for name, state in states.items()])
         lines: list[Content] = []
         for (name, state), text in zip(states.items(), figures, strict=True):
             lines += state_rows(name, state, text, width)
-        self.border_title = f"States{' ' + same if same else ''} · {self.seen['layers_words']}"
         if any(state["odd"] for state in states.values()):
-            lines.append(line((f"! wrong, ? {self.seen['rule']}", "$text-muted")))
+            lines.append(line((f"! wrong, ? {seen['rule']}", "$text-muted")))
         return lines
 
 

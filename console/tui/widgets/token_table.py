@@ -11,7 +11,7 @@ from rich.text import Text
 from console import words
 from console.tui.widgets.table import Table, theme_style
 
-BATCH = 400  # rows between looks at the keyboard
+BATCH = 100  # rows between looks at the keyboard
 
 
 class TokenTable(Table):
