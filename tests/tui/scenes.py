@@ -375,7 +375,7 @@ class MadeSession:
         self.profiles = sglang.load_profiles()
         self.hello = {"sglang": "0.5.23", "danger": None, "payload_folder": "/payload", "python": "python"}
 
-    def request(self, method: str, /, **parameters: Any) -> Any:
+    def request(self, method: str, /, *, seconds: float = 60.0, **parameters: Any) -> Any:
         self.feed.asked.append((method, parameters))
         answer = self.feed.answers[method]
         if isinstance(answer, BaseException):

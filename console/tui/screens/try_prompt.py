@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
-
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import Checkbox, Input, Static
 
+from backends.errors import LayertapError
 from console import words
-from console.session import Session
+from console.tui.jobs import finish_job
 from console.tui.screens.base import HostScreen
 from console.tui.widgets.panel import line
-
-POLL_SECONDS = 0.3
 
 
 class TryScreen(HostScreen):
@@ -50,24 +46,9 @@ class TryScreen(HostScreen):
     async def _try(self, text: str, chat: bool) -> None:
         said = self.query_one("#said", Static)
         said.update(line(("drawing …", "$text-muted")))
-        started = await self.ask_host(lambda session: session.start("try", {"text": text, "chat": chat}))
-        if started is None:
-            said.update("")
-            return
-        run = started
-        while run["state"] in ("running", "starting"):
-            await asyncio.sleep(POLL_SECONDS)
-            asked = await self.ask_host(lambda session: _look(session, started["id"]))
-            if asked is None:
-                return
-            run = asked
-        result = run["result"] or {"error": f"{run['id']} ended without a word; its log is {run['log']}"}
-        if "error" in result:
-            said.update(line((f"! {result['error']}", "$text-error")))
+        try:
+            _, result = await finish_job(self.feed, "try", {"text": text, "chat": chat})
+        except LayertapError as error:
+            said.update(line((f"! {error}", "$text-error")))
         else:
             said.update("\n".join(words.tried(result)))
-
-
-def _look(session: Session, run_id: str) -> dict[str, Any]:
-    found: dict[str, Any] = session.host.request("run", run_id=run_id)
-    return found

@@ -62,7 +62,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         Binding("E", "error(-1)", "Error before", id="logs.previous_error", show=False),
         Binding("space", "pause", "Pause", id="logs.pause"),
         Binding("G,end", "follow", "End", id="logs.end", show=False),
-        Binding("y", "copy", "Copy", id="logs.copy"),
+        Binding("y", "copy", "Copy", id="logs.copy", show=False),
         Binding("c", "context", "Context", id="logs.context"),
         Binding("n", "again(1)", "Next match", id="logs.next_match", show=False),
         Binding("N", "again(-1)", "Match before", id="logs.previous_match", show=False),
