@@ -60,6 +60,25 @@ def test_real_rows(layertap: Layertap, server: dict[str, Any], work: Path, name:
     assert list(Path(server["dump_dir"]).glob("req_*")) == []
 
 
+def test_one_sample_token_by_token(layertap: Layertap, server: dict[str, Any], work: Path) -> None:
+    rows, output = write_rows(work / "rows.jsonl", 3), work / "out"
+    layertap("extract", rows, "--output", output, "--format", "native,specforge")
+    seen = layertap.json("sample", output, 1)
+    tokens = seen["sample"]["tokens"]
+    assert (seen["sample"]["state"], seen["failures"], seen["no_text"], seen["left_out"]) == ("written", [], None, 0)
+    assert len(seen["tokens"]) == tokens
+    assert all(isinstance(token["text"], str) for token in seen["tokens"])
+    assert {token["in_loss"] for token in seen["tokens"]} == {True, False}
+    for state in seen["states"].values():
+        assert (state["shape"][0], len(state["norms"]), state["dtype"]) == (tokens, tokens, "bfloat16")
+        assert all(norm > 0 for norm in state["norms"])
+    assert f"+ sample 1 written · rows.jsonl:2 · {tokens} tokens" in layertap("sample", output, 1)
+    (output / "native/rows_0-2000/1.safetensors").write_bytes(b"broken")
+    broken = layertap.json("sample", output, 1, code=1)
+    assert broken["read"] == "specforge"
+    assert [failure["format"] for failure in broken["failures"]] == ["native"]
+
+
 def test_the_driver_is_killed_and_the_same_command_finishes(
     layertap: Layertap, server: dict[str, Any], work: Path
 ) -> None:

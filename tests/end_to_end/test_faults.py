@@ -94,6 +94,13 @@ def test_rows_whose_states_are_not_finite_fail_and_the_rest_is_written(
         report = layertap.json("verify", output, code=1)
         assert (report["verified"], [failed["sample"] for failed in report["failures"]]) == (2, [1])
         assert len(list((output / "native").rglob("*.safetensors"))) == 2
+        first = layertap.json("sample", output, 1, code=1)["sample"]
+        assert (first["state"], first["reason"]) == ("failed", failure["reason"])
+        # The same command draws what failed again, and leaves alone what is written.
+        made = layertap.json("extract", rows, "--output", output, "--port", port, code=1)
+        assert (made["written"], made["failed"]) == (2, 1)
+        again = layertap.json("sample", output, 1, code=1)["sample"]
+        assert again["attempts"] == 2 * first["attempts"]
     finally:
         layertap("stop", run["id"])
 
