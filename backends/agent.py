@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,8 @@ from typing import Any
 import msgspec
 
 from backends import datasets, folders, payloads, runs
+from backends.doctor.examine import Doctor, Report
+from backends.doctor.report import Asked, Place
 from backends.errors import ExitCode, LayertapError, RunDied, UsageError
 from backends.frames import FrameError, pack, read_frame
 from backends.jobs import JOBS, describe, refuse_second, start_job
@@ -53,6 +56,7 @@ class Agent:
         state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
         self.runs = runs.Runs(Path(state) / "layertap")
         self.sampler = Sampler(self.runs)
+        self.examiner = Doctor(Place(self.runs, payload))
         self.watches: dict[str, ServerWatch] = {}
         self.earlier: dict[str, EarlierStart | None] = {}
         self.lock = threading.Lock()
@@ -181,6 +185,12 @@ class Agent:
             raise RunDied(str(error)) from error
         plain = {name: masked(name, value) for name, value in info.items() if isinstance(value, (str, int, float))}
         return {"findings": gate.check(info, tap, gate.Expected(code_hash(), server.model)), "effective": plain}
+
+    def doctor(self, asked: dict[str, Any]) -> Report:
+        """Pre-flight checks that only look, in under 5 s; `asked` is a `backends.doctor.report.Asked`."""
+        arrived = time.time()
+        checks = self.examiner.examine(msgspec.convert(asked, Asked))
+        return Report(arrived=arrived, answered=time.time(), checks=checks)
 
     def folder(self, path: str) -> folders.Folder:
         """What a folder of this host holds."""

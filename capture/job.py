@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from capture import code_hash, draw, driver, dump, events, formats, gate, ledger, manifest, plan, rows, verify
+from capture import code_hash, draw, driver, dump, events, formats, gate, ledger, manifest, measure, plan, rows, verify
 from capture.chat import InputError
 from capture.inspect_sample import inspect_sample
 from capture.rows import RowOptions
@@ -188,6 +188,11 @@ def run_sample(job: SampleJob) -> tuple[int, Any]:
     return (1 if seen.failures else 0), seen
 
 
+def run_doctor(job: measure.MeasureJob) -> tuple[int, Any]:
+    """Measure disks and GPUs; what the figures mean, the doctor says."""
+    return 0, measure.measure(job, say, report)
+
+
 def run_extract(job: driver.ExtractJob) -> tuple[int, Any]:
     """Run an extraction; its result is its last progress."""
     seen: list[Any] = []
@@ -205,6 +210,7 @@ JOBS: dict[str, tuple[Any, Callable[[Any], tuple[int, Any]]]] = {
     "extract": (driver.ExtractJob, run_extract),
     "verify": (VerifyJob, run_verify),
     "sample": (SampleJob, run_sample),
+    "doctor": (measure.MeasureJob, run_doctor),
 }
 COUNTS = ("rows", "samples", "written", "verified", "failed", "bad", "bad_rows", "seconds")  # of whichever result
 

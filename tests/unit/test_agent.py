@@ -194,7 +194,7 @@ def test_what_a_job_of_a_stopped_server_left_is_named(
 def test_a_job_of_an_unknown_kind(agent: Agent) -> None:
     with pytest.raises(UsageError) as failed:
         agent.start("dance", {})
-    assert str(failed.value) == "no job is called 'dance'; there are try, plan, extract, verify, sample"
+    assert str(failed.value) == "no job is called 'dance'; there are try, plan, extract, verify, sample, doctor"
 
 
 @pytest.mark.parametrize("kind", ["try", "extract"])

@@ -50,6 +50,36 @@ def test_a_job_stands_in_its_run_with_the_payload_and_no_gpu(
     assert run.spec.details == {"output": f"{home}/data"}
 
 
+def test_only_the_job_that_measures_sees_the_gpus(
+    job: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, all_runs: Runs, home: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    run = job("doctor", output="data", env={"NCCL_P2P_LEVEL": "SYS"})
+    assert run.private.env["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert json.loads((run.folder / "job.json").read_text()) == {
+        "output": f"{home}/data",
+        "env": {"NCCL_P2P_LEVEL": "SYS"},
+        "state": str(all_runs.state),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "profile"), [("server", "kimi-k2_5-int4-8x-rtxpro6000"), ("server", None), ("doctor", None)]
+)
+def test_nothing_is_measured_on_gpus_that_are_in_use(
+    job: Callable[..., Run], start: Start, kind: str, profile: str | None
+) -> None:
+    user = start(kind, details={"profile": profile} if profile else {})
+    with pytest.raises(Locked) as failed:
+        job("doctor")
+    assert str(failed.value) == f"{user.id} uses the GPUs; `layertap stop {user.id}`, and measure then"
+
+
+def test_an_embedded_server_uses_no_gpu(job: Callable[..., Run], start: Start) -> None:
+    start("server", details={"profile": "embedded-llama"})
+    assert job("doctor").spec.kind == "doctor"
+
+
 def test_what_a_job_is_told_of_its_server(job: Callable[..., Run], server: Server, home: Path, model: Path) -> None:
     run = server("silent")
     asked = job("try", text="hello")
