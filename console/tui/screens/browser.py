@@ -72,7 +72,7 @@ class FolderBrowser(ModalScreen[str | None]):
 
     async def _look(self, path: str) -> None:
         said, before = self.query_one(".folder", Static), self.path
-        said.update(line(f"{path or 'home'} ", ("…", "$text-muted")))
+        said.update(line(f"{path or 'home'} ", ("…", "$foreground-muted")))
         try:
             found = await ask(self.feed, lambda session: session.host.request("folder", path=path))
         except LayertapError as error:
@@ -88,9 +88,9 @@ class FolderBrowser(ModalScreen[str | None]):
         """List what the filter lets through."""
         wanted = self.query_one(Input).value.lower()
         shown = [entry for entry in self._entries if wanted in entry["name"].lower()]
-        options = [Option(line(("          ../  ", ""), ("the folder above", "$text-muted")), id=UP)]
+        options = [Option(line(("          ../  ", ""), ("the folder above", "$foreground-muted")), id=UP)]
         if self.want == "folder":
-            options.insert(0, Option(line("           ./  ", ("this folder: choose it", "$text-muted")), id=THIS))
+            options.insert(0, Option(line("           ./  ", ("this folder: choose it", "$foreground-muted")), id=THIS))
         options += [Option(_entry(entry), id=f"/{index}") for index, entry in enumerate(shown)]
         self._shown = shown
         listed = self.query_one(OptionList)
@@ -161,4 +161,4 @@ def _order(entry: dict[str, Any]) -> tuple[bool, bool, str]:
 def _entry(entry: dict[str, Any]) -> Any:
     if entry["folder"]:
         return line(f"{'':>10}  ", (f"{entry['name']}/", "bold"))
-    return line((f"{words.size(entry['bytes']):>10}  ", "$text-muted"), entry["name"])
+    return line((f"{words.size(entry['bytes']):>10}  ", "$foreground-muted"), entry["name"])

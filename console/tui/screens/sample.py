@@ -117,9 +117,9 @@ def head_lines(seen: dict[str, Any]) -> list[Content]:
     if not seen["failures"]:
         lines.append(line(("+ verified", "$text-success"), f" in {files}; the figures are of {seen['read']}"))
     elif files:
-        lines.append(line((f"files: {files}; the figures are of {seen['read'] or 'none'}", "$text-muted")))
+        lines.append(line((f"files: {files}; the figures are of {seen['read'] or 'none'}", "$foreground-muted")))
     if seen["no_text"]:
-        lines.append(line((f"no texts: {seen['no_text']}", "$text-muted")))
+        lines.append(line((f"no texts: {seen['no_text']}", "$foreground-muted")))
     if seen["left_out"]:
         text = f"the first {len(seen['tokens']):,} tokens; {seen['left_out']:,} more are not shown"
         lines.append(line((text, "$text-warning")))

@@ -45,14 +45,19 @@ def log_lines(number: int, logs: list[dict[str, Any]]) -> list[Content]:
     """The logs one after the other, secrets masked."""
     if not logs:
         return [
-            line((f"no log here names sample {number:,}: it was neither drawn again nor has it failed", "$text-muted"))
+            line(
+                (
+                    f"no log here names sample {number:,}: it was neither drawn again nor has it failed",
+                    "$foreground-muted",
+                )
+            )
         ]
     lines = []
     for log in logs:
-        lines.append(line((log["run"], "bold"), (f"  {log['log']}", "$text-muted")))
+        lines.append(line((log["run"], "bold"), (f"  {log['log']}", "$foreground-muted")))
         if log["left_out"]:
-            lines.append(line((f"{log['left_out']:,} earlier lines are only in the file", "$text-muted")))
+            lines.append(line((f"{log['left_out']:,} earlier lines are only in the file", "$foreground-muted")))
         for one in log["lines"]:
-            style = "$text-error" if one["named"] else "$text-muted"
-            lines.append(line((f"{one['line']:>7}  ", "$text-muted"), (mask_text(one["text"]), style)))
+            style = "$text-error" if one["named"] else "$foreground-muted"
+            lines.append(line((f"{one['line']:>7}  ", "$foreground-muted"), (mask_text(one["text"]), style)))
     return lines

@@ -80,7 +80,7 @@ class SamplesScreen(HostScreen):
         if not self._chosen and run is not None and run["details"]["output"] != self._path:
             self._look_at(run["details"]["output"])
         elif self._path is None and now["host"] is not None:
-            self._say_where(line(("nothing was extracted here yet; b chooses a dataset", "$text-muted")))
+            self._say_where(line(("nothing was extracted here yet; b chooses a dataset", "$foreground-muted")))
         elif self._path is not None:
             self._renew(going_on(run) and run is not None and run["details"]["output"] == self._path)
 
@@ -95,7 +95,7 @@ class SamplesScreen(HostScreen):
 
     def _look_at(self, path: str) -> None:
         self._path, self._page, self._place = path, None, {"after": -1}
-        self._say_where(line(path, (" …", "$text-muted")))
+        self._say_where(line(path, (" …", "$foreground-muted")))
         self._load(row=0)
 
     def _load(self, row: int | None = None) -> None:
@@ -111,7 +111,7 @@ class SamplesScreen(HostScreen):
             self._say_where(line((f"! {error}", "$text-error")))
             return
         self._page = page
-        self._say_where(line((page["path"], "bold"), (f"   {self._span(page)}", "$text-muted")))
+        self._say_where(line((page["path"], "bold"), (f"   {self._span(page)}", "$foreground-muted")))
         self.query_one("#states", Static).update(states_line(page["counts"], self._state))
         self.query_one(SampleTable).fill(page["samples"], row if row is None or row >= 0 else len(page["samples"]) - 1)
         self._show_one()
@@ -188,7 +188,7 @@ class SamplesScreen(HostScreen):
         sample = self.query_one(SampleTable).current
         said = self.query_one("#said", Static)
         if sample is None:
-            said.update(line(("none" if self._page else "", "$text-muted")))
+            said.update(line(("none" if self._page else "", "$foreground-muted")))
             return
         sign = words.SAMPLE_SIGNS[sample["state"]]
         head = joined(

@@ -155,7 +155,7 @@ def tensors(now: dict[str, Any]) -> Content:
     if why := no_tensors(now):
         return line((f"! {why}", "$text-warning"))
     tap = now["server"]["tap"]
-    return line(str(now["server"]["layers"]), (f"  {tap['dtype']}, hidden {tap['hidden']:,}", "$text-muted"))
+    return line(str(now["server"]["layers"]), (f"  {tap['dtype']}, hidden {tap['hidden']:,}", "$foreground-muted"))
 
 
 def no_tensors(now: dict[str, Any]) -> str | None:

@@ -23,7 +23,7 @@ class WatchPanel(Panel):
         """See `Panel`."""
         run = now["extraction"]
         if run is None:
-            return [line(("nothing was extracted here yet; n starts", "$text-muted"))]
+            return [line(("nothing was extracted here yet; n starts", "$foreground-muted"))]
         progress = run["progress"]
         shown = run | {"progress": progress | {"failures": []}} if progress else run
         return [*extraction_lines(shown, width), *asked_lines(run, width), *what_next(run, width)]
@@ -41,7 +41,7 @@ def asked_lines(run: dict[str, Any], width: int) -> list[Content]:
     ]
     began = time.strftime("%d %b %H:%M:%S", time.localtime(run["created"]))
     parts = [f"{run['id']}, began {began}", f"from {details['server']}" if "server" in details else "", *said]
-    return wrapped(" · ".join(part for part in parts if part), width, "$text-muted")
+    return wrapped(" · ".join(part for part in parts if part), width, "$foreground-muted")
 
 
 def what_next(run: dict[str, Any], width: int) -> list[Content]:
@@ -71,5 +71,5 @@ class FailuresPanel(Panel):
         self.display = bool(failures)
         lines = [line((f"! sample {one['sample']:>7,}  ", "$text-error"), one["reason"]) for one in failures]
         more = (progress["failed"] if progress else 0) - len(lines[:FAILURES_SHOWN])
-        rest = [line((f"and {more:,} more: a shows them all", "$text-muted"))] if failures and more > 0 else []
+        rest = [line((f"and {more:,} more: a shows them all", "$foreground-muted"))] if failures and more > 0 else []
         return [*lines[:FAILURES_SHOWN], *rest]

@@ -29,7 +29,7 @@ IN_LOSS = "bold $text-success"
 
 def mask(parts: list[list[Any]]) -> Content:
     """Stretches of text, those in the loss in brackets and in a style of their own."""
-    return line(*((f"[{text}]", IN_LOSS) if in_loss else (text, "$text-muted") for text, in_loss in parts))
+    return line(*((f"[{text}]", IN_LOSS) if in_loss else (text, "$foreground-muted") for text, in_loss in parts))
 
 
 def _line(text: str, bad: bool) -> Content:

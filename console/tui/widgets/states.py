@@ -47,7 +47,7 @@ class StatesPanel(Panel):
         for (name, state), text in zip(states.items(), figures, strict=True):
             lines += state_rows(name, state, text, width)
         if any(state["odd"] for state in states.values()):
-            lines.append(line((f"! wrong, ? {seen['rule']}", "$text-muted")))
+            lines.append(line((f"! wrong, ? {seen['rule']}", "$foreground-muted")))
         return lines
 
 

@@ -24,7 +24,7 @@ class Table(DataTable[Any]):
     ]
 
     def __init__(self, **known: Any) -> None:
-        super().__init__(cursor_type="row", cursor_foreground_priority="renderable", **known)
+        super().__init__(cursor_type="row", **known)
 
 
 def theme_style(app: App[Any], variable: str, *, bold: bool = False) -> Style:
