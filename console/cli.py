@@ -220,6 +220,39 @@ def logs(
 
 
 @app.command
+def doctor(
+    *,
+    active: bool = False,
+    profile: str | None = None,
+    model: str | None = None,
+    output: Path | None = None,
+    port: int = DEFAULT_PORT,
+    common: Common = COMMON,
+) -> int:
+    """Check a host before a launch, and say what to do; exit 1 where something fails. Changes nothing.
+
+    Args:
+        active: measure too, in a minute or two: writing to disk, copies to the GPUs, an all-reduce over them.
+        profile: one that will be launched; its arguments, GPUs and settings of NCCL are then looked at.
+        model: folder of the model on the host.
+        output: folder that a dataset will go to; what it takes is known from the newest plan for it.
+        port: port that a server will have.
+    """
+    from console import headless, words
+    from console.doctor import Wanted, examine, measured, measuring
+
+    with _session(common) as session:
+        wanted = Wanted(profile, model, port, _path(output, common) if output else None)
+        report = examine(session, wanted)
+        if active:
+            run = session.start("doctor", measuring(session, wanted))
+            run = headless.follow_job(session, run["id"], lambda now: f"{now['what']} …")
+            report = measured(session, report, session.finish(run)[1])
+        headless.out(report, common.json, words.doctor)
+        return ExitCode.NOT_VERIFIED if report["counts"]["fail"] else ExitCode.OK
+
+
+@app.command
 def hosts(*, common: Common = COMMON) -> int:
     """List the hosts that --host takes, and how each is: reached or not, its SGLang, its GPUs."""
     from concurrent.futures import ThreadPoolExecutor

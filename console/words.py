@@ -20,6 +20,7 @@ EVENTS = {
     "error": "ended early: {reason}",
 }
 SAMPLE_SIGNS = {"pending": "·", "sent": "~", "written": "+", "failed": "!"}
+CHECK_SIGNS = {"pass": "+", "warn": "?", "fail": "!", "unknown": "-"}
 TOKENS_SHOWN = 40
 ODD_SHOWN = 5
 SIGNS = {
@@ -395,6 +396,30 @@ def launch(merged: dict[str, Any]) -> Iterator[str]:
     width = min(60, max(len(text) for text, _ in lines))
     for text, why in lines:
         yield f"{text:<{width}}  # {why}"
+
+
+def doctor(report: dict[str, Any]) -> Iterator[str]:
+    """A report of the doctor in lines, by group, with what to do below what needs it."""
+    group = None
+    for check in report["checks"]:
+        if check["group"] != group:
+            group = check["group"]
+            yield group
+        yield f"  {CHECK_SIGNS[check['status']]} {check_name(check):<16} {check['seen']}"
+        if check["remedy"]:
+            yield f"      -> {check['remedy']}"
+    yield doctor_counts(report)
+
+
+def doctor_counts(report: dict[str, Any]) -> str:
+    """How many checks came to what: `1 fail · 2 warn · 3 unknown · 20 pass`."""
+    counts = report["counts"]
+    return f"{counts['fail']} fail · {counts['warn']} warn · {counts['unknown']} unknown · {counts['pass']} pass"
+
+
+def check_name(check: dict[str, Any]) -> str:
+    """A check's own name, without its group."""
+    return str(check["id"]).partition(".")[2].replace("_", "-")
 
 
 def hosts(made: dict[str, Any]) -> Iterator[str]:

@@ -122,6 +122,7 @@ def test_help_and_version(layertap: Callable[..., Ran]) -> None:
         "pull",
         "verify",
         "sample",
+        "doctor",
         "demo",
     ):
         assert re.search(rf"^│ {verb} ", shown.stdout, re.MULTILINE), verb
