@@ -14,6 +14,7 @@ from console.tui import jobs
 ENDED = {"exit": {"code": 1, "signal": None, "at": 1_795_983_500.0}, "state": "exited"}
 ROWS, OUTPUT = "/data/rows/gsm-mix.jsonl", "/data/hs/kimi-v3"
 
+REASON = "no dump within 60 s: the server answered 500 to [/generate], and that three times, once after each attempt"
 AGAIN = {
     "rows": ROWS,
     "output": OUTPUT,
@@ -112,3 +113,52 @@ def ended(**progress: Any) -> dict[str, Any]:
 def made_console(jobs: MadeJobs, answers: dict[str, Any] | None = None, scene: str = "made", **known: Any) -> Any:
     """A console over a scene, with these jobs on its host."""
     return console(scene, jobs.answers() | (answers or {}), **known)
+
+
+def seen(**known: Any) -> dict[str, Any]:
+    """A sample of four tokens, row 2 of aux_0 all zero and row 0 far off."""
+    state = {
+        "shape": [4, 7168],
+        "dtype": "bfloat16",
+        "mean": -0.0012,
+        "std": 1.5,
+        "median_norm": 40.0,
+        "norms": [4123.0, 40.0, 0.0, 41.5],
+        "odd": [{"row": 2, "why": "all zero"}, {"row": 0, "why": "far off"}],
+        "odd_rows": 2,
+        "norm": "before the final norm",
+    }
+    well = state | {"norms": [88.0, 88.1, 88.2, None], "odd": [], "odd_rows": 0}
+    tokens = [(10, "<|user|>", False), (11, " [hi]\n", False), (12, " 42", True), (13, "<|end|>", True)]
+    one = {"number": 7, "file": "/rows/a.jsonl", "line": 8, "start": 0, "tokens": 4, "state": "written", "attempts": 1}
+    return copy.deepcopy(
+        {
+            "schema": 1,
+            "dataset": "/data/hs/kimi-v3",
+            "model": "/models/kimi-k2.5",
+            "sample": one | {"reason": None},
+            "tokens": [{"id": number, "text": text, "in_loss": in_loss} for number, text, in_loss in tokens],
+            "left_out": 0,
+            "no_text": None,
+            "read": "native",
+            "layers_words": "outputs of layers 2 (boundaries 3)",
+            "states": {"aux_0": state, "final": well},
+            "rule": "norm more than 10 times off the median",
+            "files": [{"format": "native", "path": "native/7", "bytes": 286_000, "xxh3": ""}],
+            "failures": [],
+        }
+        | known
+    )
+
+
+def page(count: int = 200) -> dict[str, Any]:
+    """A page of samples in every state, as `Agent.samples` answers."""
+    states = (("written", 1), ("written", 1), ("failed", 3), ("sent", 1), ("pending", 0))
+    samples = []
+    for number in range(4400, 4400 + count):
+        state, attempts = states[number % 5]
+        known = {"state": state, "attempts": attempts, "reason": REASON if state == "failed" else None}
+        place = {"file": ROWS, "line": number + 1, "start": 0, "tokens": 1800 + number * 37 % 6000}
+        samples.append({"number": number} | place | known)
+    counts = {"pending": 4019, "sent": 48, "written": 5931, "failed": 2}
+    return {"path": OUTPUT, "model": "/models/kimi-k2.5", "counts": counts, "before": 4400, "samples": samples}

@@ -12,7 +12,7 @@ import pytest
 from consoles import shown, until, until_shown
 from made_dataset import make_dataset
 from scenes import SCENES, extraction
-from screens_shown import AGAIN, MadeJobs, ended, made_console, quick, with_extraction
+from screens_shown import AGAIN, REASON, MadeJobs, ended, made_console, quick, seen, with_extraction
 from textual.widgets import DataTable
 
 from backends.agent import Agent
@@ -25,7 +25,6 @@ from console.tui.widgets import states as state_rows
 from console.tui.widgets.sample_table import SampleTable
 
 SIZE = (120, 40)
-REASON = "no dump within 60 s: the server answered 500 to [/generate], and that three times, once after each attempt"
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("quick")]
 __all__ = ["quick"]
@@ -79,7 +78,7 @@ async def test_every_sample_with_its_state(monkeypatch: Any, dataset: Path, answ
         await until_shown(pilot, "10 samples")
         text = shown(app)
         assert f" {dataset}   10 samples" in text
-        assert "[0 all 10]  1 · pending 2   2 ~ sent 1   3 + written 6   4 ! failed 1" in text
+        assert "[0 all 10] 1 · pending 2  2 ~ sent 1  3 + written 6  4 ! failed 1" in text
         assert "         0  + written        5  rows.jsonl:1                1" in text
         assert "         9  · pending       23  rows.jsonl:10" in text
         await pilot.press("G")
@@ -238,42 +237,6 @@ async def test_a_dataset_that_no_run_here_made(monkeypatch: Any, dataset: Path, 
 
 
 # --- Token by token ---
-
-
-def seen(**known: Any) -> dict[str, Any]:
-    """A sample of four tokens, row 2 of aux_0 all zero and row 0 far off."""
-    state = {
-        "shape": [4, 7168],
-        "dtype": "bfloat16",
-        "mean": -0.0012,
-        "std": 1.5,
-        "median_norm": 40.0,
-        "norms": [4123.0, 40.0, 0.0, 41.5],
-        "odd": [{"row": 2, "why": "all zero"}, {"row": 0, "why": "far off"}],
-        "odd_rows": 2,
-        "norm": "before the final norm",
-    }
-    well = state | {"norms": [88.0, 88.1, 88.2, None], "odd": [], "odd_rows": 0}
-    tokens = [(10, "<|user|>", False), (11, " [hi]\n", False), (12, " 42", True), (13, "<|end|>", True)]
-    one = {"number": 7, "file": "/rows/a.jsonl", "line": 8, "start": 0, "tokens": 4, "state": "written", "attempts": 1}
-    return copy.deepcopy(
-        {
-            "schema": 1,
-            "dataset": "/data/hs/kimi-v3",
-            "model": "/models/kimi-k2.5",
-            "sample": one | {"reason": None},
-            "tokens": [{"id": number, "text": text, "in_loss": in_loss} for number, text, in_loss in tokens],
-            "left_out": 0,
-            "no_text": None,
-            "read": "native",
-            "layers_words": "outputs of layers 2 (boundaries 3)",
-            "states": {"aux_0": state, "final": well},
-            "rule": "norm more than 10 times off the median",
-            "files": [{"format": "native", "path": "native/7", "bytes": 286_000, "xxh3": ""}],
-            "failures": [],
-        }
-        | known
-    )
 
 
 async def open_sample(app: Any, pilot: Any) -> None:

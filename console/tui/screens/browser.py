@@ -88,7 +88,7 @@ class FolderBrowser(ModalScreen[str | None]):
         """List what the filter lets through."""
         wanted = self.query_one(Input).value.lower()
         shown = [entry for entry in self._entries if wanted in entry["name"].lower()]
-        options = [Option(line(("          ../  ", ""), ("the folder above", "$foreground-muted")), id=UP)]
+        options = [Option(line(("            ../  ", ""), ("the folder above", "$foreground-muted")), id=UP)]
         if self.want == "folder":
             options.insert(0, Option(line("           ./  ", ("this folder: choose it", "$foreground-muted")), id=THIS))
         options += [Option(_entry(entry), id=f"/{index}") for index, entry in enumerate(shown)]

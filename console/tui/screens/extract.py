@@ -38,6 +38,9 @@ class ExtractScreen(HostScreen):
     ExtractScreen ContentSwitcher { height: 1fr; }
     ExtractScreen #watch, ExtractScreen #new { height: 1fr; scrollbar-size-vertical: 1; }
     ExtractScreen #plan { border: round $panel-lighten-2; border-title-color: $text-muted; padding: 0 1; height: auto; }
+    ExtractScreen.-huge #new { layout: horizontal; }
+    ExtractScreen.-huge ExtractForm { width: 92; }
+    ExtractScreen.-huge #plan { width: 1fr; }
     ExtractScreen .trouble { color: $text-error; padding: 0 1; height: auto; display: none; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [

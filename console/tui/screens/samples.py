@@ -36,7 +36,8 @@ class SamplesScreen(HostScreen):
 
     AUTO_FOCUS = "SampleTable"
     DEFAULT_CSS = """
-    SamplesScreen #where, SamplesScreen #states { height: 1; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
+    SamplesScreen #where { height: 1; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
+    SamplesScreen #states { height: auto; padding: 0 1; }
     SamplesScreen SampleTable { height: 1fr; }
     SamplesScreen #one { height: auto; max-height: 30%; border-top: solid $panel-lighten-2; padding: 0 1; }
     SamplesScreen Input { display: none; }
@@ -260,4 +261,4 @@ def states_line(counts: dict[str, int], only: str | None) -> Content:
         text = f"{key} {words.SAMPLE_SIGNS[state] + ' ' + state if state else 'all'} {count:,}"
         style = "$text-error" if state == "failed" and count else ""
         parts.append(line((f"[{text}]", f"bold {style}")) if (only or "") == state else line((f" {text} ", style)))
-    return joined(parts, " ")
+    return joined(parts, "")
