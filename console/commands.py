@@ -67,6 +67,7 @@ COMMANDS = (
     Command("view.try", "t", "Try", "one prompt: its tokens, and what comes out of every layer", "try", footer=True),
     Command("view.server", "s", "Server", "arguments, the tap, the gate; launch and stop", "launch", footer=True),
     Command("view.runs", "r", "Runs", "everything that ran on this host, and how it went", "runs", footer=True),
+    Command("view.doctor", "d", "Doctor", "what would make a run fail on this host, and what to do", "doctor"),
     Command("view.hosts", "o", "Hosts", "the hosts that can be reached; change to another", "hosts"),
     Command("help", "question_mark", "Help", "keys of this screen, and what the words mean", footer=True),
     Command("server.stop", "K", "Stop server", "stop the server, and prove that nothing is left", "stop",

@@ -23,6 +23,7 @@ from console.hosts import LOCAL, known, look, open_session
 from console.tui.screens.base import HostScreen
 from console.tui.screens.dashboard import DashboardScreen
 from console.tui.screens.dialogs import Confirm, HostKey, Secret
+from console.tui.screens.doctor import DoctorScreen
 from console.tui.screens.extract import ExtractScreen
 from console.tui.screens.help import HelpScreen, key_name
 from console.tui.screens.hosts import HostsScreen
@@ -42,6 +43,7 @@ VIEWS: dict[str, Callable[[Feed], Screen[None]]] = {
     "view.try": TryScreen,
     "view.server": ServerScreen,
     "view.runs": RunsScreen,
+    "view.doctor": DoctorScreen,
 }
 
 

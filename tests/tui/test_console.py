@@ -14,6 +14,11 @@ from console.tui.app import VIEWS
 
 STOPPED = {"id": "server-20261129-135548-a1b2", "seconds": 4.1, "how": "asked", "left": []}
 SIZE = (120, 40)
+ANSWERS: dict[str, Any] = {
+    "all": [],
+    "gate": {"findings": [], "effective": {}},
+    "doctor": {"schema": 1, "arrived": 0.0, "answered": 0.0, "checks": []},
+}
 
 pytestmark = pytest.mark.asyncio
 
@@ -43,7 +48,7 @@ async def test_every_command_has_a_verb_that_there_is() -> None:
 
 async def test_the_footer_has_at_most_seven_keys() -> None:
     assert sum(command.footer for command in COMMANDS) <= 7
-    app = console(answers={"all": [], "gate": {"findings": [], "effective": {}}})
+    app = console(answers=ANSWERS)
     async with app.run_test(size=(200, 40), notifications=True) as pilot:
         for command in COMMANDS:
             if command.id in VIEWS:
@@ -62,7 +67,7 @@ async def test_the_footer_has_at_most_seven_keys() -> None:
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.id in VIEWS], ids=lambda one: one.id)
 async def test_a_view_opens_by_its_key_and_goes_by_escape(command: Any) -> None:
-    app = console(answers={"all": [], "gate": {"findings": [], "effective": {}}})
+    app = console(answers=ANSWERS)
     async with app.run_test(size=SIZE, notifications=True) as pilot:
         await until_shown(pilot, "READY")
         await pilot.press(command.key)
