@@ -45,6 +45,7 @@ Need = Literal[
     "throttled",  # by heat or power supply
     "pcie_narrow",
     "xid",
+    "log_only",  # nothing but the log is known
 ]
 
 

@@ -253,6 +253,24 @@ def doctor(
 
 
 @app.command
+def diagnose(file: Path, *, json: bool = False) -> int:
+    """Say what a server's log shows, without its host: what, since when, evidence, what to do; exit 1 where it is bad.
+
+    Args:
+        file: log of an SGLang server, on this machine.
+        json: print JSON.
+    """
+    import msgspec
+
+    from backends.log_report import report
+    from console import headless, words
+
+    made = report(file.expanduser(), time.time())
+    headless.out(msgspec.to_builtins(made), json, words.diagnosis)
+    return ExitCode.OK if made.fine else ExitCode.NOT_VERIFIED
+
+
+@app.command
 def hosts(*, common: Common = COMMON) -> int:
     """List the hosts that --host takes, and how each is: reached or not, its SGLang, its GPUs."""
     from concurrent.futures import ThreadPoolExecutor

@@ -26,6 +26,7 @@ ODD_SHOWN = 5
 SIGNS = {
     "healthy": "+",
     "starting": "~",
+    "slow_but_fine": "~",
     "hang_suspected": "?",
     "degraded": "?",
     "crashed": "!",
@@ -57,6 +58,11 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} m"
 
 
+def when(at: float) -> str:
+    """A moment in epoch seconds as date and time here."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
 def phase_bar(status: dict[str, Any]) -> str:
     """The start-up phases with their times: `args 1 s > weights 312 s > kv …`."""
     parts = []
@@ -85,6 +91,19 @@ def server(status: dict[str, Any]) -> Iterator[str]:
         yield f"  remedy: {verdict['remedy']}"
     for line in verdict["evidence"]:
         yield f"  - {line}"
+
+
+def diagnosis(made: dict[str, Any]) -> Iterator[str]:
+    """What a log shows, in lines: the verdict, the start-up, and each finding with its evidence and what to do."""
+    yield f"{SIGNS[made['verdict']]} {made['verdict'].replace('_', ' ')}"
+    yield f"  {phase_bar(made)}"
+    for finding in made["findings"]:
+        since = "" if finding["since"] is None else f" since {when(finding['since'])}"
+        yield f"{finding['id']}{since}"
+        yield f"  cause: {finding['cause']}"
+        yield f"  remedy: {finding['remedy']}"
+        for line in finding["evidence"]:
+            yield f"  - {line}"
 
 
 def dumps(dump: dict[str, Any]) -> str:
@@ -167,7 +186,7 @@ def run(shown: dict[str, Any]) -> Iterator[str]:
 def events(found: list[dict[str, Any]]) -> Iterator[str]:
     """Events of a run's history, a line each with its time."""
     for one in found:
-        yield f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(one['at']))}  {event(one)}"
+        yield f"{when(one['at'])}  {event(one)}"
 
 
 def run_line(shown: dict[str, Any]) -> str:

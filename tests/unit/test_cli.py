@@ -122,6 +122,7 @@ def test_help_and_version(layertap: Callable[..., Ran]) -> None:
         "pull",
         "verify",
         "sample",
+        "diagnose",
         "doctor",
         "demo",
     ):
