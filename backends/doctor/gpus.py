@@ -20,7 +20,8 @@ HOT_C = 88
 CONTROL = "/dev/nvidiactl"  # there where a driver is
 LEAST_POWER = 0.8  # of the default limit: prefill loses about as much as is taken away
 SLOWED = frozenset({"hw_slowdown", "hw_thermal", "hw_power_brake"})
-CAPPED = frozenset({"sw_power_cap", "sw_thermal"})
+WARM = "sw_thermal"
+CAP = "sw_power_cap"  # as under any full load; a limit that was lowered is seen by `power_limit`
 EXCLUSIVE = 3  # NVML's compute mode: one process a GPU
 RECOVERY_ACTION = 230  # an NVML field
 RECOVERIES = {1: "reset the GPU", 2: "reboot the host", 3: "drain its P2P users", 4: "drain its users and reset it"}
@@ -264,14 +265,18 @@ def throttling(gpus: list[Gpu]) -> Check:
     if not known:
         return unknown("gpu.throttling", "NVML does not tell why clocks are low")
     slowed = [gpu.index for gpu in known if SLOWED & set(gpu.throttle or [])]
-    capped = [gpu.index for gpu in known if CAPPED & set(gpu.throttle or [])]
-    reasons = sorted({reason for gpu in known for reason in gpu.throttle or [] if reason in SLOWED | CAPPED})
+    warm = [gpu.index for gpu in known if WARM in (gpu.throttle or [])]
+    capped = [gpu.index for gpu in known if CAP in (gpu.throttle or [])]
+    reasons = sorted({reason for gpu in known for reason in gpu.throttle or [] if reason in {*SLOWED, WARM}})
+    seen = f"{numbered(sorted({*slowed, *warm}))}: {', '.join(reasons)}" if reasons else "none is slowed down now"
+    if capped:
+        seen += f"; {numbered(capped)} at the power limit, as under full load"
     return judge(
         "gpu.throttling",
-        f"{numbered(sorted({*slowed, *capped}))}: {', '.join(reasons)}" if reasons else "none is slowed down now",
-        "look at cooling and power cables (slowdown, brake), or at the power limit (cap)",
+        seen,
+        "look at cooling, at the neighbours' heat, and at power cables (brake)",
         fail=bool(slowed),
-        warn=bool(capped),
+        warn=bool(warm),
     )
 
 

@@ -117,7 +117,7 @@ def old_payloads(place: Place, asked: Asked) -> Check:
     count, unused = len(_entries(folder)), payloads.unused(place.payload, place.runs)
     return judge(
         "leftovers.payloads",
-        f"{folder}: {count} payloads, {len(unused)} that nothing has used for 30 days",
+        f"{folder}: {len(unused)} of {count} not used for 30 days",
         f"see why they cannot be removed: {', '.join(path.name for path in unused[:3])}",
         warn=bool(unused),
         payloads=count,

@@ -120,7 +120,7 @@ def numa(place: Place, asked: Asked) -> Check:
         return unknown("host.numa", "the kernel shows no NUMA nodes here")
     return judge(
         "host.numa",
-        f"{nodes} NUMA nodes, automatic balancing {'off' if balancing == '0' else 'on'}",
+        f"NUMA nodes: {nodes}, automatic balancing {'off' if balancing == '0' else 'on'}",
         "`sysctl kernel.numa_balancing=0` (root)",
         warn=nodes > 1 and balancing != "0",
         nodes=nodes,

@@ -81,11 +81,10 @@ def peers(status: dict[tuple[int, int], int]) -> Check:
     if not status:
         return unknown("pcie.p2p", "NVML does not tell which GPUs reach each other", "--active tries an all-reduce")
     apart = [f"{one}-{other}" for (one, other), value in status.items() if value]
+    seen = f"by the driver's word {len(status) - len(apart)} of {len(status)} pairs reach each other"
     return judge(
         "pcie.p2p",
-        f"{len(apart)} of {len(status)} pairs do not reach each other: {', '.join(apart[:8])}"
-        if apart
-        else f"the driver says that all {len(status)} pairs reach each other; only --active shows that it works",
+        f"{seen}, not {', '.join(apart[:8])}" if apart else f"{seen}; only --active shows that it works",
         "expect NCCL to go through host memory; NCCL_P2P_DISABLE=1 avoids a hang",
         warn=bool(apart),
         pairs=len(status),
@@ -148,6 +147,8 @@ def acs(place: Place, asked: Asked) -> list[Check]:
     if len(gpus) < 2:
         return []
     above = {parent for gpu in gpus for parent in gpu.resolve().parents if _says(parent / "class", BRIDGE)}
+    if not above:
+        return [unknown("pcie.acs", "no bridge above the GPUs is visible here (a virtual machine)")]
     try:
         redirecting = {bridge.name: found for bridge in above if (found := _redirects(bridge / "config"))}
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import sys
@@ -40,7 +41,8 @@ def sglang(place: Place, asked: Asked) -> Check:
         return judge("sglang.version", why, "say SGLang's own Python with --python", fail=True)
     return judge(
         "sglang.version",
-        f"SGLang {version} in {sys.executable}; tried are {oldest} to {newest}",
+        f"SGLang {version}, torch {_version('torch') or 'missing'}, Python {platform.python_version()} in "
+        f"{sys.executable}; tried are SGLang {oldest} to {newest}",
         f"use one in that range; before {OLDEST} there are no plugins, which the tap needs",
         fail=matches(version, f"<{OLDEST}"),
         warn=not matches(version, f">={oldest},<={newest}"),

@@ -217,7 +217,7 @@ def test_numa(place: Place) -> None:
     place.path("/sys/devices/system/node/node0").mkdir(parents=True)
     assert came(machine.numa(place, ASKED))[0] == "pass"
     place.path("/sys/devices/system/node/node1").mkdir()
-    assert came(machine.numa(place, ASKED)) == ("warn", "2 NUMA nodes, automatic balancing on")
+    assert came(machine.numa(place, ASKED)) == ("warn", "NUMA nodes: 2, automatic balancing on")
     put(place, __proc__sys__kernel__numa_balancing="0")
     assert came(machine.numa(place, ASKED))[0] == "pass"
 
@@ -606,7 +606,7 @@ def test_old_payloads(place: Place) -> None:
     os.utime(folder / "old", (0, 0))
     assert came(leftovers.old_payloads(place, ASKED)) == (
         "warn",
-        f"{folder}: 2 payloads, 1 that nothing has used for 30 days",
+        f"{folder}: 1 of 2 not used for 30 days",
     )
     payloads.prune(place.payload, place.runs)
     assert came(leftovers.old_payloads(place, ASKED))[0] == "pass"

@@ -69,7 +69,7 @@ def test_a_host_where_all_is_well(nvml: FakeNvml) -> None:
         "pcie.width": "x16 on all 2",
         "pcie.generation": "generation 5 of 5 under load",
         "pcie.bar1": "BAR1 is 137 GB, all of the memory",
-        "pcie.p2p": "the driver says that all 1 pairs reach each other; only --active shows that it works",
+        "pcie.p2p": "by the driver's word 1 of 1 pairs reach each other; only --active shows that it works",
     }
     assert {(check.status, check.remedy) for check in checks.values()} == {("pass", "")}
 
@@ -99,7 +99,8 @@ BAD = [
     ("gpu.heat", {"nvmlDeviceGetTemperatureV": 88}, "pass", "GPU 0, has 88 °C"),
     ("gpu.heat", {"nvmlDeviceGetTemperatureV": 89}, "fail", "GPU 0, has 89 °C"),
     ("gpu.throttling", {"nvmlDeviceGetCurrentClocksEventReasons": 0x88}, "fail", "GPU 0: hw_power_brake, hw_slowdown"),
-    ("gpu.throttling", {"nvmlDeviceGetCurrentClocksEventReasons": 0x4}, "warn", "GPU 0: sw_power_cap"),
+    ("gpu.throttling", {"nvmlDeviceGetCurrentClocksEventReasons": 0x4}, "pass", "GPU 0 at the power limit, as under full load"),
+    ("gpu.throttling", {"nvmlDeviceGetCurrentClocksEventReasons": 0x24}, "warn", "GPU 0: sw_thermal; GPU 0 at the power"),
     ("gpu.power", {"nvmlDeviceGetEnforcedPowerLimit": 480_000}, "pass", "480 W of 600 W"),
     ("gpu.power", {"nvmlDeviceGetEnforcedPowerLimit": 479_000}, "warn", "479 W of 600 W on GPU 0"),
     ("pcie.width", {"nvmlDeviceGetCurrPcieLinkWidth": 8}, "fail", "GPU 0 x8 of x16"),
@@ -193,7 +194,7 @@ def test_the_driver_against_torch(driver: str, torch: str | None, status: str) -
 def test_pairs_that_do_not_reach_each_other(nvml: FakeNvml) -> None:
     nvml.cards[0].values["nvmlDeviceGetP2PStatus"] = 5
     check = found()["pcie.p2p"]
-    assert (check.status, check.seen) == ("warn", "1 of 1 pairs do not reach each other: 0-1")
+    assert (check.status, check.seen) == ("warn", "by the driver's word 0 of 1 pairs reach each other, not 0-1")
 
 
 # --- Memory, and who holds it ---
@@ -327,6 +328,13 @@ def test_bridges_that_redirect(place: Place, control: int | None, status: str, s
     pci(place, 2, control)
     (check,) = pcie.acs(place, ASKED)
     assert (check.status, check.seen) == (status, seen)
+
+
+def test_a_machine_that_shows_no_bridge(place: Place) -> None:
+    pci(place, 2, 0xC)
+    (place.path("/sys/devices/pci0000:00/0000:00:01.0") / "class").unlink()
+    (check,) = pcie.acs(place, ASKED)
+    assert check.status == "unknown"
 
 
 def test_one_gpu_talks_to_nobody(place: Place) -> None:
