@@ -8,6 +8,7 @@ usage: python -m capture.measure copy | all_reduce RANK RANKS BACKEND STORE     
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -143,7 +144,9 @@ def write(folder: Path, most: int) -> Written:
 
 
 def visible_gpus() -> int:
-    """How many GPUs torch can use."""
+    """How many GPUs torch can use; none where there is no torch."""
+    if importlib.util.find_spec("torch") is None:
+        return 0
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

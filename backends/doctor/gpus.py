@@ -101,7 +101,7 @@ def fits_profile(seen: Examined, asked: Asked) -> Check | None:
         return judge(
             "gpu.profile",
             f"{asked.profile} wants {wanted} GPUs, {count} are usable",
-            "choose another profile, or --set tp-size",
+            "choose another profile, or launch with --set tp-size=N",
             fail=True,
             wanted=wanted,
             usable=count,

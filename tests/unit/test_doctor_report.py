@@ -289,5 +289,19 @@ def test_the_verb_on_a_host_that_is_well(
     assert not (home / "out").exists()
 
 
+def test_the_verb_measures_when_asked(
+    layertap: Callable[..., subprocess.CompletedProcess[str]], fake_sglang: None, home: Path
+) -> None:
+    ran = layertap("--active", "--json", "--output", "out", "--port", str(free_port()))
+    checks = by_id(json.loads(ran.stdout))
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert checks["disks.output_speed"]["numbers"]["bytes_per_second"] > 0
+    assert checks["network.all_reduce"]["seen"] == "fewer than two GPUs"
+    assert checks["pcie.speed"]["status"] == "unknown"
+    (run,) = (home / "state" / "layertap" / "runs").iterdir()
+    assert run.name.startswith("doctor-")
+    assert not (home / "out").exists()
+
+
 def test_options_that_are_not_understood(layertap: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     assert layertap("--port", "many").returncode == 2
