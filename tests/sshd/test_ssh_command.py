@@ -152,6 +152,15 @@ def test_hosts(console: Console) -> None:
     assert "\n+ gpu                  SGLang 0.5.23 · " in console("hosts", "--python", sys.executable)
 
 
+def test_a_host_is_examined_and_its_clock_compared_with_ours(console: Console, sshd: Sshd) -> None:
+    report = console.json("doctor", "--output", "/data/hs", "--port", free_port())
+    checks = {check["id"]: check for check in report["checks"]}
+    assert checks["sglang.version"]["status"] == "pass"
+    assert checks["link.clock"]["status"] == "pass"
+    assert checks["disks.state"]["seen"].startswith(f"{sshd.home}/state/layertap: ")
+    assert checks["disks.output"]["seen"].startswith("/data/hs: ")
+
+
 def test_a_host_key_that_is_not_known(console: Console, sshd: Sshd, keys: Keys) -> None:
     sshd.known_hosts.write_text("")
     right, wrong = keys.fingerprint("host"), keys.fingerprint("other")
