@@ -13,6 +13,7 @@ from backends.gpus import Gpu
 from backends.processes import ProcessSample
 
 SECONDS = 15.0  # that are looked back
+SHORTEST = 1.0  # over which a rate says something
 COMPILER_PERCENT = 5.0  # CPU of a compiler that works; below, it waits like everybody
 READS = 1e6  # bytes/s from disks: less is noise
 GROWTH = 4e6  # bytes/s of memory
@@ -90,7 +91,7 @@ class ActivityWatch:
         seconds = last.at - first.at
         activity = Activity(seconds=seconds, compilers=self._compilers())
         both = [pid for pid in ours if pid in first.processes and pid in last.processes]
-        if seconds > 0 and both:
+        if seconds >= SHORTEST and both:
             read = [(first.processes[pid].read_bytes, last.processes[pid].read_bytes) for pid in both]
             grown = sum(last.processes[pid].rss_bytes - first.processes[pid].rss_bytes for pid in both)
             known = [after - before for before, after in read if before is not None and after is not None]

@@ -6,8 +6,10 @@ time, so that a slow one delays no other.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import importlib.metadata
+import math
 import os
 import platform
 import shutil
@@ -24,7 +26,8 @@ from typing import Any
 
 import msgspec
 
-from backends import datasets, folders, payloads, runs
+from backends import datasets, folders, payloads, runs, stacks
+from backends.diagnose import Limits
 from backends.doctor.examine import Doctor, Report
 from backends.doctor.report import Asked, Place
 from backends.errors import ExitCode, LayertapError, RunDied, UsageError
@@ -44,6 +47,7 @@ from capture.server import ServerGone
 
 AT_ONCE = 32
 GATE_SECONDS = 15.0
+PATIENCE = "LAYERTAP_PATIENCE"  # a factor on the seconds after which a silent server is suspected to hang
 
 Request = Callable[..., Any]
 
@@ -59,6 +63,8 @@ class Agent:
         self.examiner = Doctor(Place(self.runs, payload))
         self.watches: dict[str, ServerWatch] = {}
         self.earlier: dict[str, EarlierStart | None] = {}
+        self.limits = _limits()
+        self.reported: set[str] = set()  # runs whose stacks were read, since they seem to hang
         self.lock = threading.Lock()
 
     def hello(self) -> dict[str, Any]:
@@ -141,10 +147,19 @@ class Agent:
         if run.spec.kind != "server":
             raise UsageError(f"{run.id} is no server")
         with self.lock:
-            watch = self.watches.setdefault(run.id, ServerWatch(run))
-            if run.id not in self.earlier:
-                self.earlier[run.id] = earlier_start(self.runs, run)
-        return self.run(run.id) | watch.look() | {"earlier": self.earlier[run.id]}
+            if run.id not in self.watches:
+                earlier = self.earlier[run.id] = earlier_start(self.runs, run)
+                self.watches[run.id] = ServerWatch(run, self.sampler.gpus, earlier, self.limits)
+            watch = self.watches[run.id]
+        seen = watch.look()
+        if seen["verdict"]["verdict"] == "hang_suspected":
+            self._report_once(run)
+        newest = stacks.newest_report(run)
+        return self.run(run.id) | seen | {"earlier": self.earlier[run.id], "stacks": str(newest) if newest else None}
+
+    def stacks(self, run_id: str) -> stacks.HangReport:
+        """Where the processes of a live server stand; see `backends.stacks.make_report`."""
+        return stacks.make_report(self.runs.get(run_id))
 
     def stop(self, run_id: str, why: str = "asked for") -> runs.Stopped:
         """Stop a run, and what draws from it; answers what is left of either."""
@@ -245,6 +260,19 @@ class Agent:
         except OSError as error:
             raise UsageError(f"{place}: {error}") from error
 
+    def _report_once(self, run: runs.Run) -> None:
+        """Read the stacks of a run that seems to hang, once and in a thread of its own: the status does not wait."""
+
+        def report() -> None:
+            with contextlib.suppress(LayertapError, OSError):  # whoever asks for the stacks is told why there are none
+                stacks.make_report(run)
+
+        with self.lock:
+            if run.id in self.reported:
+                return
+            self.reported.add(run.id)
+        threading.Thread(target=report, daemon=True).start()
+
     def _newest_server(self, port: int | None) -> runs.Run | None:
         """The live one, else the one that ran last. Raises UsageError where several are live."""
         try:
@@ -273,6 +301,18 @@ class Agent:
             "stop_asked": run.stop_asked,
             "exit": run.exit,
         }
+
+
+def _limits() -> Limits:
+    """How patient verdicts are; PATIENCE in the environment is a factor. Raises UsageError."""
+    text = os.environ.get(PATIENCE, "1")
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < math.inf:
+        raise UsageError(f"{PATIENCE} is {text!r}; give a factor such as 2, or unset it")
+    return Limits().scaled(factor)
 
 
 def sglang_version() -> str | None:

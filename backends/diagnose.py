@@ -399,7 +399,7 @@ def _sentences(e: Evidence) -> list[str]:
         *_log_sentences(e),
         *_network_sentences(e),
         *_tap_sentences(e),
-        *(e.activity.sentences() if e.activity else []),
+        *(e.activity.sentences() if e.activity and not (e.ready_seen and e.health == 200) else []),
         *_gpu_sentences(e),
         *(f"kernel: {line}" for line in e.kernel),
         *(_rank_sentence("rank ", rank) for rank in e.ranks),

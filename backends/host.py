@@ -49,7 +49,7 @@ READING = frozenset(
         "sample",
         "free_port",
     }
-    | {"dataset", "dataset_samples", "doctor", "folder", "gate", "samples", "sample_log"}
+    | {"dataset", "dataset_samples", "doctor", "folder", "gate", "samples", "sample_log", "stacks"}
 )
 
 

@@ -153,10 +153,10 @@ def launch(
             return ExitCode.INTERRUPTED
         headless.out(status, common.json, words.server)
         verdict = status["verdict"]["verdict"]
-        if verdict == "starting":
+        if verdict in ("starting", "slow_but_fine", "hang_suspected"):
             headless.say(f"not ready after {timeout:g} s; it goes on, `layertap status --watch` follows it")
             return ExitCode.TIMEOUT
-        return ExitCode.OK if verdict == "healthy" else ExitCode.NOT_READY
+        return ExitCode.OK if verdict in ("healthy", "degraded") else ExitCode.NOT_READY
 
 
 @app.command
@@ -184,7 +184,12 @@ def status(*, port: int | None = None, watch: bool = False, common: Common = COM
                 return ExitCode.INTERRUPTED
         if now["server"] is None:
             raise RunDied("no server of ours ever ran here; `layertap launch` one")
-        codes = {"crashed": ExitCode.RUN_DIED, "stopped": ExitCode.RUN_DIED, "unknown": ExitCode.NOT_READY}
+        codes = {
+            "crashed": ExitCode.RUN_DIED,
+            "stopped": ExitCode.RUN_DIED,
+            "unknown": ExitCode.NOT_READY,
+            "hang_suspected": ExitCode.NOT_READY,
+        }
         return codes.get(now["server"]["verdict"]["verdict"], ExitCode.OK)
 
 
@@ -250,6 +255,22 @@ def doctor(
             report = measured(session, report, session.finish(run)[1])
         headless.out(report, common.json, words.doctor)
         return ExitCode.NOT_VERIFIED if report["counts"]["fail"] else ExitCode.OK
+
+
+@app.command
+def stacks(run: str | None = None, *, port: int | None = None, common: Common = COMMON) -> int:
+    """Read where every rank, the detokenizer and the launcher of a server stand, and which rank differs.
+
+    Args:
+        run: id of a server run; without it, the live server.
+        port: port of the server, where several run.
+    """
+    from console import headless, words
+
+    with _session(common) as session:
+        run_id = run or session.host.request("server", port=port)["id"]
+        headless.out(session.host.request("stacks", run_id=run_id), common.json, words.stacks)
+        return ExitCode.OK
 
 
 @app.command

@@ -85,7 +85,10 @@ class Session:
         while True:
             status = self.status(run_id)
             yield status
-            settled = status["verdict"]["verdict"] in ("healthy", "crashed", "stopped")
+            verdict = status["verdict"]["verdict"]
+            # A suspected hang goes on being followed: it may be none. A degraded server that answers is up.
+            up = verdict == "degraded" and status["health"] == 200
+            settled = up or verdict in ("healthy", "crashed", "stopped")
             without_tap = status["phase"] == "ready" and not (status["tap"] and status["tap"]["inside"])
             if settled or without_tap or time.monotonic() > deadline:
                 return

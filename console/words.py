@@ -34,6 +34,8 @@ SIGNS = {
     "unknown": "?",
 }
 
+GOING_ON = ("starting", "slow_but_fine", "hang_suspected")  # verdicts of a server that may not have been up yet
+
 
 def size(count: float | None) -> str:
     """Bytes in words: `1.42 GB`."""
@@ -79,7 +81,7 @@ def server(status: dict[str, Any]) -> Iterator[str]:
     """A server's state in lines."""
     verdict = status["verdict"]
     in_phase = ""
-    if verdict["verdict"] == "starting" and status["phase"]:
+    if verdict["verdict"] in GOING_ON and status["phase"]:
         in_phase = f", in {status['phase'].replace('_', '-')} for {duration(status['phase_seconds'])}"
     yield f"{SIGNS[verdict['verdict']]} server {status['id']}: {verdict['verdict']}{in_phase}"
     yield f"  profile {status['details']['profile']} · SGLang {status['sglang']} · port {status['port']}"
@@ -91,6 +93,15 @@ def server(status: dict[str, Any]) -> Iterator[str]:
         yield f"  remedy: {verdict['remedy']}"
     for line in verdict["evidence"]:
         yield f"  - {line}"
+    if status["stacks"]:
+        yield f"  stacks: {status['stacks']}"
+
+
+def stacks(report: dict[str, Any]) -> Iterator[str]:
+    """Where a server's processes stand, in lines."""
+    yield f"stacks of {report['run']} at {when(report['at'])}"
+    yield from (f"  {line}" for line in report["summary"])
+    yield f"  all of them: {report['path']}"
 
 
 def diagnosis(made: dict[str, Any]) -> Iterator[str]:

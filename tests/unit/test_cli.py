@@ -123,6 +123,7 @@ def test_help_and_version(layertap: Callable[..., Ran]) -> None:
         "verify",
         "sample",
         "diagnose",
+        "stacks",
         "doctor",
         "demo",
     ):

@@ -79,6 +79,7 @@ def server(**known: Any) -> dict[str, Any]:
         "phase_seconds": None,
         "phases": [],
         "verdict": {"verdict": "starting", "cause": None, "remedy": None, "evidence": []},
+        "stacks": None,
     } | known
 
 
@@ -147,7 +148,7 @@ def test_a_server_that_crashed() -> None:
     ]
 
 
-@pytest.mark.parametrize(("verdict", "sign"), [("stopped", "-"), ("unknown", "?")])
+@pytest.mark.parametrize(("verdict", "sign"), [("stopped", "-"), ("unknown", "?"), ("degraded", "?")])
 def test_every_verdict_has_a_sign_of_its_own(verdict: str, sign: str) -> None:
     now = server()
     now["verdict"]["verdict"] = verdict

@@ -15,7 +15,7 @@ from console.tui.widgets.panel import SIGN_STYLES, Panel, joined, line, wrapped
 
 EVIDENCE_SHOWN = 5
 SPANS = (1, 2, 5, 15)  # minutes that the time line is long
-GOING_ON = ("starting", "hang_suspected")  # verdicts of a server that has not been up yet
+GOING_ON = words.GOING_ON
 HOLDS = 3.0  # seconds for which a sample is taken to hold
 SOMETIMES = frozenset({"tune", "graphs"})  # phases that many launches skip
 
@@ -44,12 +44,14 @@ class ServerPanel(Panel):
         tap = server["tap"]
         if not tap or not tap["layers"]:
             yield line(
-                ("tensors: ", "$text-muted"), server["details"]["layers_words"], (", not resolved yet", "$text-muted")
+                ("tensors: ", "$foreground-muted"),
+                server["details"]["layers_words"],
+                (", not resolved yet", "$foreground-muted"),
             )
             return
-        yield line(("tensors: ", "$text-muted"), server["layers"])
+        yield line(("tensors: ", "$foreground-muted"), server["layers"])
         ids = tap["layers"]["serve_ids"]
-        yield line(("drafter: ", "$text-muted"), f"eagle ids {ids} under SGLang {tap['sglang']}")
+        yield line(("drafter: ", "$foreground-muted"), f"eagle ids {ids} under SGLang {tap['sglang']}")
 
 
 def server_head(server: dict[str, Any], at: float) -> Iterable[Content]:
@@ -90,7 +92,7 @@ def phase_rows(server: dict[str, Any], width: int) -> list[Content]:
         if phase is None and (name not in expected or not going_on):
             continue
         if phase is None:
-            cells.append((f"· {_phase(name)}", "", "$text-muted"))
+            cells.append((f"· {_phase(name)}", "", "$foreground-muted"))
         elif name == current and going_on:
             cells.append((f"> {_phase(name)}", words.duration(server["phase_seconds"]), "bold $text-accent"))
         else:
@@ -102,10 +104,10 @@ def phase_rows(server: dict[str, Any], width: int) -> list[Content]:
         for name, took, style in cells[group.start : group.stop]:
             wide = max(len(name), len(took) + 2) + 2
             names.append(line((name.ljust(wide), style)))
-            times.append(line((f"  {took}".ljust(wide), style or "$text-muted")))
+            times.append(line((f"  {took}".ljust(wide), style or "$foreground-muted")))
         rows += [row for row in (Content("").join(names).rstrip(), Content("").join(times).rstrip()) if row]
     detail = reached[current]["detail"] if going_on and current in reached else ""
-    return [*rows, line(("now: ", "$text-muted"), detail)] if detail else rows
+    return [*rows, line(("now: ", "$foreground-muted"), detail)] if detail else rows
 
 
 def _fit(widths: list[int], width: int) -> list[range]:
@@ -374,7 +376,7 @@ def _unknown(now: Now, text: str) -> str:
 
 
 def _muted(text: str) -> Content:
-    return Content.assemble((text, "$text-muted"))
+    return Content.assemble((text, "$foreground-muted"))
 
 
 def _phase(name: str) -> str:
