@@ -34,7 +34,7 @@ NEAR = 2000  # lines: what is farther from a crash did not cause it
 REPEATED = 2  # times that a line of a degraded server stands in the log before it counts
 RECENT = 60.0  # seconds for which such a line counts
 WORKING_PERCENT = 20.0  # CPU of a rank that computes
-BUSY_PERCENT = 80.0
+BUSY_PERCENT = 50.0
 IDLE_PERCENT = 5.0
 HEAT = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
 

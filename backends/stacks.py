@@ -92,7 +92,7 @@ def make_report(run: Run) -> HangReport:
     running = run.running
     launcher = running.child.pid if running and run.alive() else None
     found = [
-        Stack(process.title.removeprefix(TITLED), process.pid, process.state)
+        Stack("launcher" if process.pid == launcher else process.title.removeprefix(TITLED), process.pid, process.state)
         for process in RunProcesses(run).look()
         if process.title.startswith(TITLED) or process.pid == launcher
     ]
@@ -103,7 +103,9 @@ def make_report(run: Run) -> HangReport:
     at = time.time()
     path = run.folder / f"stacks-{time.strftime('%Y%m%d-%H%M%S', time.localtime(at))}.txt"
     report = HangReport(run=run.id, at=at, path=str(path), summary=summarise(stacks), stacks=stacks)
-    path.write_text("".join(f"{line}\n" for line in _lines(report)), encoding="utf-8")
+    part = path.with_suffix(".part")
+    part.write_text("".join(f"{line}\n" for line in _lines(report)), encoding="utf-8")
+    part.replace(path)
     return report
 
 

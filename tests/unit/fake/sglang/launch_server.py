@@ -1,7 +1,8 @@
 """A server that logs, serves /health and writes tap.json as SGLang with the tap does, and misbehaves on request.
 
 `FAKE` in the environment holds words: `no-tap`, `sick` (503), `crash`, `silent` (never ready), `no-port` (ready, but
-listens nowhere), `stubborn` (ignores SIGTERM), `mute` (/server_info never answers).
+listens nowhere), `stubborn` (ignores SIGTERM), `mute` (/server_info never answers), `spin` (uses CPU and says nothing
+while it starts), `compile` (has a busy compiler below it while it starts).
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -47,6 +50,14 @@ def write_tap(model: str) -> None:
     dump.write_json(folder / "tap.json", state)
 
 
+def compile_for_ever() -> None:
+    """Runs what the kernel takes for nvcc."""
+    with tempfile.TemporaryDirectory() as folder:
+        compiler = Path(folder) / "nvcc"
+        compiler.symlink_to(os.path.realpath(sys.executable))
+        subprocess.run([compiler, "-S", "-c", "while True: pass"], check=False)
+
+
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/server_info" and "mute" in WORDS:
@@ -73,6 +84,11 @@ def main() -> None:
     if "crash" in WORDS:
         log("Scheduler hit an exception: Traceback (most recent call last):")
         sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+    if "spin" in WORDS:
+        while True:
+            pass
+    if "compile" in WORDS:
+        compile_for_ever()
     if "silent" in WORDS:
         signal.pause()
     if "no-tap" not in WORDS:
