@@ -72,6 +72,8 @@ COMMANDS = (
     Command("help", "question_mark", "Help", "keys of this screen, and what the words mean", footer=True),
     Command("server.stop", "K", "Stop server", "stop the server, and prove that nothing is left", "stop",
             changes=True, refusal=server_running),
+    Command("server.stacks", "b", "Stacks", "where every rank stands, and which one differs; for a server that hangs",
+            "stacks", changes=True, refusal=server_running),
     Command("extract.stop", "X", "Stop extraction", "stop the extraction; the same rows go on later", "stop",
             changes=True, refusal=extraction_running),
     Command("link.retry", "R", "Connect again", "try a link that failed once more", refusal=link_failed),

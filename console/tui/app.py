@@ -15,7 +15,7 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.theme import BUILTIN_THEMES
 
-from console import themes
+from console import themes, words
 from console.commands import BY_ID, COMMANDS
 from console.config import Config, ConsoleConfig
 from console.feed import Feed
@@ -223,6 +223,18 @@ class Console(App[None], inherit_bindings=False):
     def _do_server_stop(self) -> None:
         server = self.feed.snapshot()["server"]
         self._stop(server["id"], f"Stop the server {server['id']} on port {server['port']}, and what draws from it?")
+
+    def _do_server_stacks(self) -> None:
+        run_id = self.feed.snapshot()["server"]["id"]
+
+        async def reading() -> None:
+            screen = next(one for one in reversed(self.screen_stack) if isinstance(one, HostScreen))
+            self.notify(f"reading where the processes of {run_id} stand …", markup=False)
+            report = await screen.ask_host(lambda session: session.host.request("stacks", run_id=run_id))
+            if report is not None:
+                self.notify("\n".join(words.stacks(report)), timeout=60, markup=False)
+
+        self.run_worker(reading())
 
     def _do_extract_stop(self) -> None:
         run = self.feed.snapshot()["extraction"]

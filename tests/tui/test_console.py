@@ -140,6 +140,22 @@ async def test_a_stop_that_leaves_something_says_what() -> None:
         await until_shown(pilot, "process 4242")
 
 
+async def test_the_stacks_are_summarised_with_their_file() -> None:
+    report = {
+        "run": "server-20261129-135548-a1b2",
+        "at": 0.0,
+        "path": "/state/runs/x/stacks-20261129-140000.txt",
+        "summary": ["scheduler_TP2 differs from the other 3 ranks: look at it first"],
+    }
+    app = console(answers={"stacks": report})
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        await until_shown(pilot, "READY")
+        await pilot.press("b")
+        await until_shown(pilot, "scheduler_TP2 differs from the other 3 ranks")
+        await until_shown(pilot, "stacks-20261129-140000.txt")
+        assert asked(app, "stacks") == [{"run_id": "server-20261129-135548-a1b2"}]
+
+
 async def test_stopping_the_extraction() -> None:
     app = console(answers={"stop": STOPPED | {"id": "extract-20261129-140200-e5f6"}})
     async with app.run_test(size=SIZE, notifications=True) as pilot:
