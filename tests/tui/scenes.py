@@ -373,7 +373,13 @@ class MadeSession:
         self.feed = feed
         self.host = self
         self.profiles = sglang.load_profiles()
-        self.hello = {"host": "gpu-host-1", "sglang": "0.5.23", "danger": None, "payload_folder": "/payload", "python": "python"}
+        self.hello = {
+            "host": "gpu-host-1",
+            "sglang": "0.5.23",
+            "danger": None,
+            "payload_folder": "/payload",
+            "python": "python",
+        }
 
     def request(self, method: str, /, *, seconds: float = 60.0, **parameters: Any) -> Any:
         self.feed.asked.append((method, parameters))

@@ -40,6 +40,16 @@ class Terminal:
         for key in keys:
             self._tmux("send-keys", "-t", "0", key)
 
+    def tab(self) -> None:
+        """To the next field, and wait until it has the focus: what is typed sooner may still go to the one before."""
+        before = self._below()
+        self.press("Tab")
+        self.wait(lambda _: self._below() != before, "the focus to move")
+
+    def _below(self) -> list[str]:
+        """The screen with its styles, without the line at the top, which has seconds in it."""
+        return self._tmux("capture-pane", "-t", "0", "-p", "-e").splitlines()[1:]
+
     def type(self, text: str) -> None:
         """Type a text as it is."""
         self._tmux("send-keys", "-t", "0", "-l", text)

@@ -40,7 +40,7 @@ class HostLine(Static):
         left = joined([line(("Layertap", "bold"), f"  {name}"), link_words(now)])
         space = self.content_size.width - left.cell_length
         right = next((text for text in server_words(now) if len(text) < space), "")
-        self.update(line(left, " " * (space - len(right)), (right, "$text-muted")))
+        self.update(line(left, " " * (space - len(right)), (right, "$foreground-muted")))
 
 
 def server_words(now: dict[str, Any]) -> list[str]:
@@ -66,7 +66,7 @@ def link_words(now: dict[str, Any]) -> Any:
         if samples and samples["state"] == "stale":
             return line((f"! {words.stream(samples)}", "bold $text-warning"))
         age = "" if not samples or samples["heard_age"] is None else f" {samples['heard_age']:.1f} s"
-        return line(("+ live", "$text-success"), (age, "$text-muted"))
+        return line(("+ live", "$text-success"), (age, "$foreground-muted"))
     said = " ".join(words.link(link, now["at"])).removeprefix("! link ")
     style = "$text-error" if link["state"] == "failed" else "$text-warning"
     return line((f"{'!' if link['state'] == 'failed' else '~'} {said}", f"bold {style}"))

@@ -82,7 +82,6 @@ class ExtractScreen(HostScreen):
 
     def on_mount(self) -> None:
         """See `HostScreen`."""
-        super().on_mount()
         self.query_one("#plan").border_title = "Plan"
 
     def show(self, now: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ class HelpScreen(ModalScreen[None]):
                 if entries:
                     yield Static(line((title, "bold $text-accent")), markup=False)
                     yield Static(self._list(entries), markup=False)
-            yield Static(line(("esc closes this", "$text-muted")), markup=False)
+            yield Static(line(("esc closes this", "$foreground-muted")), markup=False)
 
     def action_scroll(self, lines: int) -> None:
         """Scroll the list."""

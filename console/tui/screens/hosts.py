@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -16,6 +17,8 @@ from console import words
 from console.feed import Feed, aside
 from console.tui.screens.base import HostScreen
 from console.tui.widgets.panel import line
+
+ASKING = "~ asking …"
 
 
 class HostsScreen(HostScreen):
@@ -41,17 +44,17 @@ class HostsScreen(HostScreen):
 
     def compose_body(self) -> ComposeResult:
         """See `HostScreen`."""
-        table: DataTable[str] = DataTable(cursor_type="row", id="hosts")
+        table: DataTable[Text] = DataTable(cursor_type="row", id="hosts")
         table.add_column("host", width=24, key="host")
         table.add_column("how it is", key="state")
         yield table
-        yield Static(line(("Enter shows that host. Runs on this one go on.", "$text-muted")), markup=False)
+        yield Static(line(("Enter shows that host. Runs on this one go on.", "$foreground-muted")), markup=False)
 
     def on_mount(self) -> None:
         """Ask all of them."""
         table = self.query_one(DataTable)
         for name in self.names:
-            table.add_row(name, "~ asking …", key=name)
+            table.add_row(Text(name), Text(ASKING), key=name)
         table.focus()
         self.action_look()
 
@@ -62,10 +65,11 @@ class HostsScreen(HostScreen):
 
     async def _look(self, name: str) -> None:
         table = self.query_one(DataTable)
-        table.update_cell(name, "state", "~ asking …")
+        table.update_cell(name, "state", Text(ASKING))
         found = await asyncio.wrap_future(aside(lambda: self.look(name)))
         here = "  (shown)" if name == self.feed.name else ""
-        table.update_cell(name, "state", f"{' '.join(words.host_state(found))}{here}", update_width=True)
+        said = f"{' '.join(words.host_state(found))}{here}"
+        table.update_cell(name, "state", Text(said), update_width=True)
 
     def action_cursor(self, rows: int) -> None:
         """Move by some rows."""

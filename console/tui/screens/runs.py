@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -38,7 +39,7 @@ class RunsScreen(HostScreen):
 
     def compose_body(self) -> ComposeResult:
         """See `HostScreen`."""
-        table: DataTable[str] = DataTable(cursor_type="row", zebra_stripes=True, id="runs")
+        table: DataTable[Text] = DataTable(cursor_type="row", zebra_stripes=True, id="runs")
         for name, width in COLUMNS:
             table.add_column(name, width=width, key=name)
         yield table
@@ -62,7 +63,7 @@ class RunsScreen(HostScreen):
         self._runs = found
         table.clear()
         for run in found:
-            table.add_row(*row(run, now()), key=run["id"])
+            table.add_row(*map(Text, row(run, now())), key=run["id"])
         ids = [run["id"] for run in found]
         if chosen in ids:
             table.move_cursor(row=ids.index(chosen), animate=False)

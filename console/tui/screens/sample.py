@@ -52,7 +52,6 @@ class SampleScreen(HostScreen):
 
     def on_mount(self) -> None:
         """Ask for it."""
-        super().on_mount()
         self._look()
 
     def _look(self) -> None:

@@ -47,7 +47,7 @@ class GatePanel(Panel):
     def paint(self, now: dict[str, Any], width: int) -> list[Content]:
         """See `Panel`."""
         if self.findings is None:
-            return [line((self.why, "$text-muted"))]
+            return [line((self.why, "$foreground-muted"))]
         if not self.findings:
             return [line(("+ safe to draw from", "$text-success"), ": no rule of the gate objects")]
         lines = []

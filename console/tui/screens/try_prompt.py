@@ -45,7 +45,7 @@ class TryScreen(HostScreen):
 
     async def _try(self, text: str, chat: bool) -> None:
         said = self.query_one("#said", Static)
-        said.update(line(("drawing …", "$text-muted")))
+        said.update(line(("drawing …", "$foreground-muted")))
         try:
             _, result = await finish_job(self.feed, "try", {"text": text, "chat": chat})
         except LayertapError as error:

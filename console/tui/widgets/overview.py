@@ -10,6 +10,7 @@ from textual.content import Content
 
 from backends.startup import PHASES
 from console import words
+from console.extraction import going_on
 from console.feed import Feed, Point
 from console.tui.widgets.panel import SIGN_STYLES, Panel, joined, line, wrapped
 
@@ -59,6 +60,8 @@ def server_head(server: dict[str, Any], at: float) -> Iterable[Content]:
     verdict = server["verdict"]["verdict"]
     sign = words.SIGNS.get(verdict, "?")
     style = SIGN_STYLES[sign]
+    if verdict == "stopped" and going_on(server):
+        sign, style, verdict = "~", SIGN_STYLES["~"], "stopping"
     name = "READY" if verdict == "healthy" else verdict.upper().replace("_", " ")
     parts: list[Content | str] = [line((f"{sign} {name}", f"bold {style}"))]
     if verdict == "healthy":
@@ -69,8 +72,7 @@ def server_head(server: dict[str, Any], at: float) -> Iterable[Content]:
         parts.append(f"{_phase(server['phase'])} for {words.duration(server['phase_seconds'])}{last}")
     elif server["exit"]:
         parts.append(f"{words.duration(at - server['exit']['at'])} ago")
-    running = server["state"] in ("running", "starting")
-    parts += [f"port {server['port']}", f"/health {server['health']}" if running and server["health"] else ""]
+    parts += [f"port {server['port']}", f"/health {server['health']}" if going_on(server) and server["health"] else ""]
     yield joined(parts, "   ")
     earlier = server["earlier"]
     if verdict in GOING_ON and earlier:
@@ -85,15 +87,15 @@ def phase_rows(server: dict[str, Any], width: int) -> list[Content]:
         set((server["earlier"] or {}).get("phases", ())) | {"ready"} if server["earlier"] else set(PHASES) - SOMETIMES
     )
     current = server["phase"]
-    going_on = server["verdict"]["verdict"] in GOING_ON
+    starting = server["verdict"]["verdict"] in GOING_ON
     cells: list[tuple[str, str, str]] = []
     for name in PHASES:
         phase = reached.get(name)
-        if phase is None and (name not in expected or not going_on):
+        if phase is None and (name not in expected or not starting):
             continue
         if phase is None:
             cells.append((f"· {_phase(name)}", "", "$foreground-muted"))
-        elif name == current and going_on:
+        elif name == current and starting:
             cells.append((f"> {_phase(name)}", words.duration(server["phase_seconds"]), "bold $text-accent"))
         else:
             seconds = None if name == "ready" else _seconds(phase)
@@ -106,7 +108,7 @@ def phase_rows(server: dict[str, Any], width: int) -> list[Content]:
             names.append(line((name.ljust(wide), style)))
             times.append(line((f"  {took}".ljust(wide), style or "$foreground-muted")))
         rows += [row for row in (Content("").join(names).rstrip(), Content("").join(times).rstrip()) if row]
-    detail = reached[current]["detail"] if going_on and current in reached else ""
+    detail = reached[current]["detail"] if starting and current in reached else ""
     return [*rows, line(("now: ", "$foreground-muted"), detail)] if detail else rows
 
 

@@ -9,7 +9,13 @@ from textual.content import Content
 from textual.events import Resize
 from textual.widgets import Static
 
-SIGN_STYLES = {"+": "$text-success", "~": "$text-accent", "!": "$text-error", "?": "$text-warning", "-": "$text-muted"}
+SIGN_STYLES = {
+    "+": "$text-success",
+    "~": "$text-accent",
+    "!": "$text-error",
+    "?": "$text-warning",
+    "-": "$foreground-muted",
+}
 
 
 class Panel(Static):
