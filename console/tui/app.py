@@ -18,6 +18,7 @@ from textual.theme import BUILTIN_THEMES
 from console import themes, words
 from console.commands import BY_ID, COMMANDS
 from console.config import Config, ConsoleConfig
+from console.extraction import going_on
 from console.feed import Feed
 from console.hosts import LOCAL, known, look, open_session
 from console.tui.screens.base import HostScreen
@@ -279,7 +280,10 @@ class Console(App[None], inherit_bindings=False):
 
     def _do_quit(self) -> None:
         now = self.feed.snapshot()
-        going = [run["id"] for run in now["runs"] or []]
+        over = {
+            run["id"] for run in (now["server"], now["extraction"]) if run and (run["stop_asked"] or not going_on(run))
+        }
+        going = [run["id"] for run in now["runs"] or [] if run["id"] not in over]
         if going:
             where = "" if self.feed.name == LOCAL else f" --host {self.feed.name}"
             self.parting = [f"{', '.join(going)} goes on; `layertap{where}` comes back to it"]
