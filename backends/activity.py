@@ -26,9 +26,9 @@ class Activity(msgspec.Struct):
     """What moved in the last `seconds`; None stands for not known.
 
     `compilers` are the titles of those that used CPU. `cpu_percent` is the mean use of one core by pid, `waiting` the
-    processes that stood in disk sleep all the time. `gpus_spin`: every GPU of the server was busy throughout the last
-    `gpu_seconds` with the power of an idle one, and its memory did not grow; `gpus_work`: some GPU drew a real load.
-    `idle_gpu` is the only idle one among busy ones.
+    processes that stood in disk sleep all the time, `stopped_s` how long one has been stopped. `gpus_spin`: every GPU
+    of the server was busy throughout the last `gpu_seconds` with the power of an idle one, and its memory did not grow;
+    `gpus_work`: some GPU drew a real load. `idle_gpu` is the only idle one among busy ones.
     """
 
     seconds: float
@@ -37,6 +37,7 @@ class Activity(msgspec.Struct):
     memory_bytes_per_second: float | None = None
     cpu_percent: dict[int, float] = {}
     waiting: list[int] = []
+    stopped_s: dict[int, float] = {}
     gpu_seconds: float = 0.0
     gpus_spin: bool = False
     gpus_work: bool = False
@@ -80,6 +81,7 @@ class ActivityWatch:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._looks: deque[_Look] = deque()
+        self._stopped: dict[int, float] = {}  # since when, by pid
 
     def look(self, processes: Sequence[ProcessSample], gpus: Sequence[Gpu], ours: Collection[int]) -> Activity:
         """Take in what is seen now. `ours`: the server's own processes, without compilers and other helpers."""
@@ -99,6 +101,9 @@ class ActivityWatch:
             activity.memory_bytes_per_second = grown / seconds
         activity.cpu_percent = self._cpu(ours)
         activity.waiting = [pid for pid in both if all(self._waits(look, pid) for look in self._looks)]
+        stopped = {process.pid for process in processes if process.state == "stopped"}
+        self._stopped = {pid: self._stopped.get(pid, now) for pid in stopped}
+        activity.stopped_s = {pid: now - since for pid, since in self._stopped.items()}
         self._judge_gpus(activity)
         return activity
 

@@ -72,6 +72,7 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     lines: list[str | Line] = []
     needs: list[Need] = []
     phases: list[str] = []
+    traceback: bool = False
     last_line: bool = False
     generic: bool = False
     frames: list[str] = []
@@ -101,7 +102,9 @@ class Catalogue:
     def __init__(self, signatures: list[Signature]) -> None:
         self.signatures = signatures
         self.by_id = {signature.id: signature for signature in signatures}
-        self._benign = [line for one in signatures if one.kind == "benign" for line in one.patterns]
+        benign = [one for one in signatures if one.kind == "benign"]
+        self._benign = [line for one in benign for line in one.patterns]
+        self._benign_traceback = [line for one in benign if one.traceback for line in one.patterns]
         telling = [one for one in signatures if one.kind != "benign" and one.lines]
         self._telling = sorted(((one, one.patterns) for one in telling), key=lambda pair: pair[0].generic)
         self.needles = tuple(dict.fromkeys(line.text for _, lines in self._telling for line in lines))
@@ -110,6 +113,10 @@ class Catalogue:
     def benign(self, message: str) -> bool:
         """Whether a line, without its prefix, never means anything."""
         return any(line.found_in(message) for line in self._benign)
+
+    def benign_behind(self, message: str) -> bool:
+        """Whether what follows this line without a prefix, such as its traceback, never means anything either."""
+        return any(line.found_in(message) for line in self._benign_traceback)
 
     def of_line(self, message: str, phase: str | None) -> Iterator[Signature]:
         """The signatures of a line without its prefix, which was written in that phase; specific ones first."""
@@ -175,6 +182,8 @@ def _fault(one: Signature) -> str | None:
         return "its source is missing"
     if one.kind != "benign" and not (one.cause and one.remedy and one.evidence):
         return "cause, remedy and evidence must be said"
+    if one.traceback and one.kind != "benign":
+        return "only what follows a benign line can be benign too"
     if one.kind == "hang" and not one.needs:
         return "a hang is never told by lines alone; it needs evidence"
     return None

@@ -44,7 +44,7 @@ class Limits(msgspec.Struct, kw_only=True):
 
     `silence` of the log by phase; `quiet`: silence after which a start that works is called slow; `bar`: how long a
     progress bar may stand; `usual`: length of a phase after which it is slow; `window`: how long one must look to say
-    that nothing moves; `spin`: silence while every GPU spins; `stopped`: silence of a server with a stopped process;
+    that nothing moves; `spin`: silence while every GPU spins; `stopped`: how long a process is stopped;
     `health`: how long /health fails; `queue`: how long a queue does not move.
     """
 
@@ -337,7 +337,9 @@ def _process_conditions(e: Evidence, limits: Limits) -> set[Need]:
     if e.launcher and (e.launcher.cpu_percent or 0.0) >= BUSY_PERCENT:
         seen.add("main_busy")
         seen.discard("cpu_idle")
-    if any(rank.state == "stopped" for rank in everyone) and (e.log_silent_s or 0.0) >= limits.stopped:
+    stopped_s = e.activity.stopped_s if e.activity else {}
+    stopped = [max(e.log_silent_s or 0.0, stopped_s.get(rank.pid, 0.0)) for rank in everyone if rank.state == "stopped"]
+    if max(stopped, default=0.0) >= limits.stopped:
         seen.add("rank_stopped")
     if any(rank.state == "disk-sleep" for rank in e.ranks):
         seen.add("rank_disk_sleep")

@@ -81,7 +81,7 @@ def judge(reader: LogReader, now: float, limits: Limits) -> Report:
     if startup.stopping:
         return _report(reader, "stopped", [])
     up = startup.ready or (reader.batch is not None and phase is None)
-    ended = [hit for hit in _hits(reader, "crash") if not up or startup.lines - hit.last <= AT_THE_END]
+    ended = [hit for hit in _hits(reader, "crash") if not (up and _survived(reader, hit))]
     if ended:
         last = max(ended, key=lambda hit: hit.last)
         return _crashed(reader, last.text, last.last, last.last_at)
@@ -117,6 +117,13 @@ def _report(reader: LogReader, verdict: State, found: Iterable[Signature], first
         since = hit.at if hit else reader.startup.last_stamp
         findings.append(Finding(one.id, since, [*_seen(reader, one), *_phases(reader)], one.cause, one.remedy))
     return Report(verdict=verdict, phases=reader.startup.phases, findings=findings)
+
+
+def _survived(reader: LogReader, hit: Hit) -> bool:
+    """Whether a server that came up went on after an error: it was ready later, or wrote many lines since."""
+    ready = reader.startup.phases[-1].started if reader.startup.ready else None
+    before = ready is not None and hit.last_at is not None and hit.last_at < ready
+    return before or reader.startup.lines - hit.last > AT_THE_END
 
 
 def _hits(reader: LogReader, kind: str) -> list[Hit]:

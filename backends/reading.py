@@ -80,7 +80,7 @@ class LogReader:
         line = text[start:end]
         prefix = PREFIX.match(line)
         message = line[prefix.end() :] if prefix else line
-        if prefix is None and self._catalogue.benign(_head(text, start) or self._head):
+        if prefix is None and self._catalogue.benign_behind(_head(text, start) or self._head):
             return
         startup = self.startup
         phase = startup.current.id if startup.current else None

@@ -121,6 +121,10 @@ def test_a_stack_is_told_by_its_functions() -> None:
         ),
         (('source = ["sglang#1"]', 'source = ["x"]\nneeds = ["luck"]'), "one: Invalid enum value 'luck'"),
         (('kind = "crash"', 'kind = "hang"'), "one: a hang is never told by lines alone; it needs evidence"),
+        (
+            ('kind = "crash"', 'kind = "crash"\ntraceback = true'),
+            "one: only what follows a benign line can be benign too",
+        ),
         (("[one]", "one = 3\n[two]"), "one: "),
     ],
 )

@@ -43,12 +43,27 @@ def test_a_healthy_log(log: str) -> None:
 
 
 def test_every_benign_line_in_a_healthy_log() -> None:
-    lines = [line for one in catalogue().signatures if one.kind == "benign" for line in one.examples]
+    traceback = f"Traceback (most recent call last):\nRuntimeError: {OOM}\n"
+    benign = [one for one in catalogue().signatures if one.kind == "benign"]
     stamped = "".join(
-        f"[2026-06-01 09:00:01] {line}\nTraceback (most recent call last):\nRuntimeError: {OOM}\n" for line in lines
+        f"[2026-06-01 09:00:01] {line}\n{traceback if one.traceback else ''}" for one in benign for line in one.examples
     )
     made = judged(BEGUN, stamped, READY, stamped)
     assert (made.verdict, made.findings) == ("healthy", [])
+
+
+def test_words_of_the_arguments_mean_nothing() -> None:
+    arguments = (
+        "[2026-06-01 09:00:00] server_args={'trust_remote_code': False, 'note': 'CUDA out of memory', 'tp_size': 1}\n"
+    )
+    assert judged(arguments, READY).verdict == "healthy"
+    assert judged(arguments, later=5).verdict == "starting"
+
+
+def test_an_error_before_it_was_ready_was_survived() -> None:
+    error = f"[2026-06-01 09:05:00] retrying: {OOM}\n"
+    assert judged(BEGUN, error, READY).verdict == "healthy"
+    assert judged(BEGUN, error).verdict == "crashed"
 
 
 def test_a_start_that_goes_on() -> None:

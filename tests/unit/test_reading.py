@@ -46,6 +46,8 @@ def test_what_follows_a_benign_line_is_benign() -> None:
     assert read(benign + traceback).hits == {}
     assert read(benign, traceback).hits == {}
     assert set(read(benign, "[2026-06-01 09:00:01] another\n", traceback).hits) == {"cuda-init"}
+    deprecated = "[2026-06-01 09:00:01] '--disable-cuda-graph' is deprecated\n"
+    assert set(read(deprecated, traceback).hits) == {"cuda-init"}
 
 
 def test_cut_anywhere_behind_a_line_it_reads_the_same() -> None:

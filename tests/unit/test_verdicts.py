@@ -148,6 +148,18 @@ TABLE = {
     "a stopped rank while idle": (
         up(ranks=[*ranks(2.0), Rank("scheduler_TP1", 7, 0.0, "stopped")]), "hang_suspected", "rank-stopped"
     ),
+    "a stopped rank, though the log goes on": (
+        up(
+            ranks=[*ranks(2.0), Rank("scheduler_TP1", 7, 0.0, "stopped")],
+            log_silent_s=1.0,
+            activity=activity(stopped_s={7: 6.0}),
+        ),
+        "hang_suspected",
+        "rank-stopped",
+    ),
+    "a rank that is stopped for a moment, as while it is read": (
+        up(ranks=[*ranks(2.0), Rank("scheduler_TP1", 7, 0.0, "stopped")], log_silent_s=1.0), "healthy", None
+    ),
     "no answer, and nothing computes": (up(**SICK), "hang_suspected", "idle-rank-stuck"),
     "no answer, and idle GPUs, though the schedulers spin": (
         up(**SICK, ranks=ranks(82.0, 65.0), activity=IDLE_GPUS), "hang_suspected", "idle-rank-stuck"

@@ -148,6 +148,47 @@ def test_a_server_that_crashed() -> None:
     ]
 
 
+def test_a_hang_with_its_stacks() -> None:
+    now = server(phase="weights", phase_seconds=200.0, stacks="/runs/x/stacks-1.txt")
+    now["verdict"] = {
+        "verdict": "hang_suspected",
+        "cause": "it stands",
+        "remedy": "stop it",
+        "evidence": ["process alive"],
+    }
+    lines = list(words.server(now))
+    assert lines[0] == "? server server-20260101-120000-abcd: hang_suspected, in weights for 3 m 20 s"
+    assert lines[-1] == "  stacks: /runs/x/stacks-1.txt"
+
+
+def test_stacks() -> None:
+    report = {
+        "run": "server-1",
+        "at": 0.0,
+        "path": "/runs/x/stacks-1.txt",
+        "summary": ["TP0 stands in f", "TP1 differs"],
+    }
+    assert list(words.stacks(report)) == [
+        f"stacks of server-1 at {words.when(0.0)}",
+        "  TP0 stands in f",
+        "  TP1 differs",
+        "  all of them: /runs/x/stacks-1.txt",
+    ]
+
+
+def test_a_diagnosis() -> None:
+    finding = {"id": "runtime-oom", "since": None, "evidence": ["line 7: x"], "cause": "c", "remedy": "r"}
+    made = {"verdict": "hang_suspected", "phases": [phase("args", 1.0, 3.0)], "findings": [finding]}
+    assert list(words.diagnosis(made)) == [
+        "? hang suspected",
+        "  args 2 s",
+        "runtime-oom",
+        "  cause: c",
+        "  remedy: r",
+        "  - line 7: x",
+    ]
+
+
 @pytest.mark.parametrize(("verdict", "sign"), [("stopped", "-"), ("unknown", "?"), ("degraded", "?")])
 def test_every_verdict_has_a_sign_of_its_own(verdict: str, sign: str) -> None:
     now = server()

@@ -1,0 +1,113 @@
+"""What moves in a server's processes and GPUs: compilers, reads, memory, CPU, and GPUs that spin."""
+
+from __future__ import annotations
+
+from helpers import Clock
+
+from backends.activity import SECONDS, ActivityWatch
+from backends.gpus import Gpu
+from backends.processes import ProcessSample
+
+
+def process(pid: int, title: str = "sglang::scheduler", cpu: float | None = 0.0, **known) -> ProcessSample:
+    given = {"state": "sleeping", "rss_bytes": 0, "read_bytes": 0, "compiler": False}
+    return ProcessSample(pid=pid, title=title, cpu_percent=cpu, **given | known)
+
+
+def gpu(index: int, busy: int | None, watts: float | None, used: int = 1000) -> Gpu:
+    return Gpu(
+        index=index, utilisation_percent=busy, power_watts=watts, power_limit_watts=600.0, memory_used_bytes=used
+    )
+
+
+def looked(*looks: tuple[list[ProcessSample], list[Gpu]], ours: tuple[int, ...] = (1,), step: float = 5.0):
+    """What is known after these looks, some seconds apart."""
+    clock = Clock()
+    watch = ActivityWatch(clock)
+    for processes, gpus in looks:
+        found = watch.look(processes, gpus, ours)
+        clock.now += step
+    return found
+
+
+def test_one_look_tells_no_rate() -> None:
+    found = looked(([process(1)], []))
+    assert (found.seconds, found.read_bytes_per_second, found.memory_bytes_per_second) == (0.0, None, None)
+    assert not (found.reads_move or found.memory_grows)
+
+
+def test_reads_and_memory_over_the_time_looked() -> None:
+    found = looked(([process(1)], []), ([process(1, read_bytes=100_000_000, rss_bytes=50_000_000)], []))
+    assert (found.read_bytes_per_second, found.memory_bytes_per_second) == (20e6, 10e6)
+    assert (found.reads_move, found.memory_grows) == (True, True)
+    assert found.sentences() == ["20 MB/s read from disks", "memory grows by 10 MB/s"]
+
+
+def test_reads_of_other_processes_and_unknown_ones_do_not_count() -> None:
+    found = looked(
+        ([process(1, read_bytes=None), process(2)], []),
+        ([process(1, read_bytes=None), process(2, read_bytes=10**9)], []),
+    )
+    assert found.read_bytes_per_second is None
+
+
+def test_it_looks_back_no_farther_than_it_should() -> None:
+    looks = [([process(1, read_bytes=int(1e9) if index else 0)], []) for index in range(8)]
+    found = looked(*looks)
+    assert SECONDS <= found.seconds <= SECONDS + 5
+    assert found.read_bytes_per_second == 0.0
+
+
+def test_compilers_that_work_and_one_that_waits() -> None:
+    compilers = [process(7, "cicc", 99.0, compiler=True), process(8, "ninja", 0.0, compiler=True)]
+    assert looked(([process(1), *compilers], [])).compilers == ["cicc"]
+    assert looked(([process(1), process(9, "ptxas", None, compiler=True)], [])).compilers == ["ptxas"]
+    seen_before = looked(([process(1), *compilers], []), ([process(1)], []))
+    assert seen_before.compilers == ["cicc"]
+    assert looked(([process(1), *compilers], []), *[([process(1)], [])] * 5).compilers == []
+
+
+def test_cpu_is_a_mean_and_disk_sleep_lasts() -> None:
+    found = looked(
+        ([process(1, cpu=None, state="disk-sleep")], []),
+        ([process(1, cpu=80.0, state="disk-sleep")], []),
+        ([process(1, cpu=20.0, state="disk-sleep")], []),
+    )
+    assert (found.cpu_percent, found.waiting) == ({1: 50.0}, [1])
+    assert looked(([process(1, state="disk-sleep")], []), ([process(1)], [])).waiting == []
+
+
+def test_how_long_a_process_is_stopped() -> None:
+    stopped = ([process(1, state="stopped")], [])
+    running = ([process(1)], [])
+    assert looked(running, stopped, stopped, stopped).stopped_s == {1: 10.0}
+    assert looked(stopped, stopped, running, stopped).stopped_s == {1: 0.0}
+    assert looked(stopped, running).stopped_s == {}
+
+
+def test_gpus_that_spin_draw_little_power() -> None:
+    spin = ([process(1)], [gpu(0, 100, 140.0), gpu(1, 100, 145.0)])
+    found = looked(spin, spin, spin)
+    assert (found.gpus_spin, found.gpus_work, found.gpu_seconds) == (True, True, 10.0)
+    assert found.sentences() == ["every GPU at 100 % with the power of an idle one"]
+
+
+def test_gpus_that_work_or_load_do_not_spin() -> None:
+    def both(*gpus: Gpu) -> bool:
+        return looked(([process(1)], list(gpus)), ([process(1)], list(gpus))).gpus_spin
+
+    assert not both(gpu(0, 100, 140.0), gpu(1, 100, 480.0))
+    assert not both(gpu(0, 100, 140.0), gpu(1, 40, 140.0))
+    assert not both(gpu(0, 100, None))
+    grows = looked(([process(1)], [gpu(0, 100, 140.0, 1000)]), ([process(1)], [gpu(0, 100, 140.0, 9000)]))
+    assert not grows.gpus_spin
+    assert looked(([process(1)], [gpu(0, 0, 80.0)])).gpus_work is False
+
+
+def test_the_one_gpu_that_is_idle() -> None:
+    busy = [gpu(index, 100, 140.0) for index in range(3)]
+    odd = looked(*[([process(1)], [*busy, gpu(3, 0, 80.0)])] * 2)
+    assert odd.idle_gpu == 3
+    assert odd.sentences() == ["GPU 3 idle while the others are busy"]
+    assert looked(*[([process(1)], busy)] * 2).idle_gpu is None
+    assert looked(*[([process(1)], [gpu(0, 0, 80.0)])] * 2).idle_gpu is None
