@@ -10,6 +10,7 @@ after the final norm, `last` the one before it.
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import stat
@@ -19,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from capture import pt
 from capture.layers import Layers
 
 FORMAT = 1
@@ -45,20 +47,25 @@ class Meta(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One line of dumps.jsonl: request `n` came to `state` ("done" or "failed")."""
+    """One line of dumps.jsonl: request `n` came to `state` ("done" or "failed").
+
+    `busy` where it failed only since no arena slot came free in time; asked again later it may well be done.
+    """
 
     n: int
     rid: str
     state: str
     bytes: int
     reason: str | None = None
+    busy: bool = False
 
 
 class TapState(msgspec.Struct, kw_only=True):
     """tap.json: is the tap in, whose code is it, what does it draw, and what has it seen.
 
     `seen` counts requests by class: ours, warm_up, health, stranger. `reserve` is what the writer leaves free on the
-    file system, in bytes; `slot_tokens` the rows that one arena slot holds.
+    file system, in bytes; `slot_tokens` the rows that one arena slot holds; `dump_bytes` what dumps in flight may take
+    beside the arena. `slot_wait_seconds` is the back-pressure: how long forwards have waited for a slot, all together.
     """
 
     format: int = FORMAT
@@ -78,7 +85,9 @@ class TapState(msgspec.Struct, kw_only=True):
     slots_free: int = 0
     slot_tokens: int = 0
     reserve: int = 0
-    writer_pid: int | None = None
+    slot_wait_seconds: float = 0.0
+    dump_bytes: int = 0
+    writer_pids: list[int] = []
     writers_lost: int = 0
     seen: dict[str, int] = {}
     failed: int = 0
@@ -143,20 +152,8 @@ def write_done(folder: Path, states: dict[str, Any], meta: Meta) -> int:
     `states` maps a state's name to a contiguous tensor `[tokens, hidden]`; `meta.files` is filled in here. Raises
     OSError; what was written until then is the caller's to remove (`write_failed`).
     """
-    import io
-
-    import torch
-    import xxhash
-
-    torch.serialization.set_crc32_options(False)  # xxh3 in meta.json does that job, faster
     folder.mkdir(mode=0o700, exist_ok=True)
-    files = {}
-    for name, tensor in states.items():
-        stream = io.BytesIO()  # torch.save to a path raises RuntimeError where the file system is full
-        torch.save(tensor, stream)
-        data = stream.getbuffer()
-        (folder / f"{name}.pt").write_bytes(data)
-        files[f"{name}.pt"] = (len(data), xxhash.xxh3_64_hexdigest(data))
+    files = {f"{name}.pt": pt.write(folder / f"{name}.pt", state) for name, state in states.items()}
     (folder / "meta.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(meta, files=files)))
     (folder / "done").touch()
     return sum(size for size, _ in files.values())
@@ -195,26 +192,35 @@ def _reason(mark: Path) -> str:
 def read_states(folder: Path, meta: Meta) -> dict[str, Any]:
     """The tensors of a dump, each checked against its size and checksum in `meta` before it is unpickled.
 
+    They are mapped, not copied: whoever keeps them past `remove` keeps their memory too.
+
     Raises DumpError naming the file that is missing, cut or changed.
     """
-    import io
-
-    import torch
-    import xxhash
-
     states = {}
     for name, (size, checksum) in meta.files.items():
         path = folder / name
         try:
-            data = path.read_bytes()
+            found_size, found_checksum = _fingerprint(path)
         except OSError as error:
             raise DumpError(f"{folder.name}/{name}: {error.strerror}") from error
-        if len(data) != size:
-            raise DumpError(f"{folder.name}/{name} has {len(data)} bytes, {size} were written")
-        if xxhash.xxh3_64_hexdigest(data) != checksum:
+        if found_size != size:
+            raise DumpError(f"{folder.name}/{name} has {found_size} bytes, {size} were written")
+        if found_checksum != checksum:
             raise DumpError(f"{folder.name}/{name} was changed after it was written: its checksum differs")
-        states[name.removesuffix(".pt")] = torch.load(io.BytesIO(data), weights_only=True)
+        states[name.removesuffix(".pt")] = pt.read(path)
     return states
+
+
+def _fingerprint(path: Path) -> tuple[int, str]:
+    """Bytes of a file and their xxh3-64 in hex. Raises OSError."""
+    import xxhash
+
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size == 0:  # cannot be mapped
+            return 0, xxhash.xxh3_64_hexdigest(b"")
+        with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
+            return size, xxhash.xxh3_64_hexdigest(data)
 
 
 def remove(folder: Path) -> None:
