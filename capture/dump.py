@@ -22,6 +22,7 @@ import msgspec
 
 from capture import pt
 from capture.layers import Layers
+from capture.spares import Spares
 
 FORMAT = 1
 
@@ -146,14 +147,15 @@ def read_tap(dump_dir: Path) -> TapState | None:
         raise DumpError(f"{path}: {error}; was the server started by another version of Layertap?") from error
 
 
-def write_done(folder: Path, states: dict[str, Any], meta: Meta) -> int:
+def write_done(folder: Path, states: dict[str, Any], meta: Meta, spares: Spares | None = None) -> int:
     """Write a whole dump: tensors, meta.json, then `done`; returns its bytes.
 
-    `states` maps a state's name to a contiguous tensor `[tokens, hidden]`; `meta.files` is filled in here. Raises
-    OSError; what was written until then is the caller's to remove (`write_failed`).
+    `states` maps a state's name to a contiguous tensor `[tokens, hidden]`; `meta.files` is filled in here. Large files
+    are taken from `spares` if there are any. Raises OSError; what was written until then is the caller's to remove
+    (`write_failed`).
     """
     folder.mkdir(mode=0o700, exist_ok=True)
-    files = {f"{name}.pt": pt.write(folder / f"{name}.pt", state) for name, state in states.items()}
+    files = {f"{name}.pt": pt.write(folder / f"{name}.pt", state, spares) for name, state in states.items()}
     (folder / "meta.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(meta, files=files)))
     (folder / "done").touch()
     return sum(size for size, _ in files.values())
@@ -192,35 +194,33 @@ def _reason(mark: Path) -> str:
 def read_states(folder: Path, meta: Meta) -> dict[str, Any]:
     """The tensors of a dump, each checked against its size and checksum in `meta` before it is unpickled.
 
-    They are mapped, not copied: whoever keeps them past `remove` keeps their memory too.
-
-    Raises DumpError naming the file that is missing, cut or changed.
+    They are views of the files, which are written over once the dump is removed: clone what is to stay. Raises
+    DumpError naming the file that is missing, cut or changed.
     """
+    import torch
+    import xxhash
+
+    shape, dtype = (meta.tokens, meta.hidden), getattr(torch, meta.dtype)
     states = {}
     for name, (size, checksum) in meta.files.items():
-        path = folder / name
         try:
-            found_size, found_checksum = _fingerprint(path)
+            data = _map(folder / name)
         except OSError as error:
             raise DumpError(f"{folder.name}/{name}: {error.strerror}") from error
-        if found_size != size:
-            raise DumpError(f"{folder.name}/{name} has {found_size} bytes, {size} were written")
-        if found_checksum != checksum:
+        if len(data) != size:
+            raise DumpError(f"{folder.name}/{name} has {len(data)} bytes, {size} were written")
+        if xxhash.xxh3_64_hexdigest(data) != checksum:
             raise DumpError(f"{folder.name}/{name} was changed after it was written: its checksum differs")
-        states[name.removesuffix(".pt")] = pt.read(path)
+        states[name.removesuffix(".pt")] = pt.read(data, shape, dtype)
     return states
 
 
-def _fingerprint(path: Path) -> tuple[int, str]:
-    """Bytes of a file and their xxh3-64 in hex. Raises OSError."""
-    import xxhash
-
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size == 0:  # cannot be mapped
-            return 0, xxhash.xxh3_64_hexdigest(b"")
-        with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
-            return size, xxhash.xxh3_64_hexdigest(data)
+def _map(path: Path) -> Any:
+    """A file's bytes, mapped with all their pages at once; writable, since torch warns of others. Raises OSError."""
+    with path.open("r+b") as file:
+        if os.fstat(file.fileno()).st_size == 0:  # cannot be mapped
+            return b""
+        return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
 def remove(folder: Path) -> None:

@@ -52,7 +52,8 @@ class Keeper:
         self.published = b""
         self.seen: Counter[str] = Counter()
         states = len(state_names(len(state.layers.boundaries)))
-        self.arena = self._make_arena(states)
+        self.arena, room = self._make_arena(states)
+        state.dump_bytes = room.dump_bytes
         self.copier = copier_for(self.arena.bytes, device)
         state.slots, state.bytes_per_token = self.arena.shape.slots, self.arena.shape.bytes_per_token
         self.writers = Writers(
@@ -66,19 +67,19 @@ class Keeper:
                 model=state.model,
                 sglang=state.sglang,
                 tap=state.code,
+                spare_bytes=room.spare_bytes,
             ),
         )
         self.publish()
         threading.Thread(target=self._keep_published, name="layertap-state", daemon=True).start()
 
-    def _make_arena(self, states: int) -> Arena:
-        """As large as memory allows; what dumps may take beside it goes into the state."""
+    def _make_arena(self, states: int) -> tuple[Arena, memory.Room]:
+        """As large as memory allows, and what dumps may take beside it."""
         shape = ArenaShape(1, self.state.slot_tokens, states, self.state.hidden, self.state.dtype)
         disk = os.statvfs(self.dump_dir)
         free = disk.f_bavail * disk.f_frsize - self.settings.reserve
         room = memory.divide(self.settings.memory, shape.slot_bytes, memory.available(), free)
-        self.state.dump_bytes = room.dump_bytes
-        return Arena.create(self.dump_dir / "arena", msgspec.structs.replace(shape, slots=room.slots))
+        return Arena.create(self.dump_dir / "arena", msgspec.structs.replace(shape, slots=room.slots)), room
 
     def count(self, batch: Any, ours: list[bool]) -> None:
         """Count each request by its class, once, at its first chunk."""

@@ -13,20 +13,21 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 class Room(msgspec.Struct, frozen=True):
-    """`slots` of the arena, and bytes that dumps may take beside it."""
+    """`slots` of the arena; bytes that dumps in flight may take beside it, and files kept to be written again."""
 
     slots: int
     dump_bytes: int
+    spare_bytes: int
 
 
 def divide(asked: int | None, slot_bytes: int, available: int, tmpfs_free: int) -> Room:
-    """Divide what may be taken (`asked` bytes, else a quarter of `available`) into arena and dumps.
+    """Divide what may be taken (`asked` bytes, else a quarter of `available`) into arena, dumps and spare files.
 
-    Never more than `tmpfs_free`, which holds both. Raises MemoryError, naming what is lacking, where not even one slot
-    and one dump that fills it find room.
+    Never more than `tmpfs_free`, which holds all three. Raises MemoryError, naming what is lacking, where not even one
+    slot and one dump that fills it find room.
     """
     most = min(available // SHARE if asked is None else asked, tmpfs_free)
-    slots = min(SLOTS, most // ((1 + DUMPS_AHEAD) * slot_bytes)) or int(most >= 2 * slot_bytes)
+    slots = min(SLOTS, most // ((1 + 2 * DUMPS_AHEAD) * slot_bytes)) or int(most >= 2 * slot_bytes)
     if slots == 0:
         raise MemoryError(
             f"a slot of the arena takes {slot_bytes:,} bytes and a dump of it as many; {most:,} bytes of memory may be "
@@ -34,7 +35,8 @@ def divide(asked: int | None, slot_bytes: int, available: int, tmpfs_free: int) 
             "there, ask for more memory, or lower --max-prefill-tokens or --context-length"
         )
     arena = slots * slot_bytes
-    return Room(slots, min(most - arena, DUMPS_AHEAD * arena))
+    dumps = min(DUMPS_AHEAD * arena, most - arena)
+    return Room(slots, dumps, min(dumps, most - arena - dumps))
 
 
 def available() -> int:

@@ -8,11 +8,14 @@ into the place that it left. The files are `torch.save`'s but for its CRC-32, wh
 from __future__ import annotations
 
 import functools
+import io
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 from capture.pour import pour
+from capture.spares import Spares
 
 
 class _Layout:
@@ -58,21 +61,37 @@ def container(shape: tuple[int, ...], dtype: Any) -> tuple[bytes, bytes]:
     raise RuntimeError(f"torch {torch.__version__} lays out a .pt file in a way that is not known here")
 
 
-def write(path: Path, tensor: Any) -> tuple[int, str]:
-    """Write a contiguous tensor as a `.pt` file (0600); returns its bytes and their xxh3-64 in hex. Raises OSError."""
+def write(path: Path, tensor: Any, spares: Spares | None = None) -> tuple[int, str]:
+    """Write a contiguous tensor as a `.pt` file (0600), a new one or one of `spares`.
+
+    Returns its bytes and their xxh3-64 in hex. Raises OSError.
+    """
     import torch
 
     head, tail = container(tuple(tensor.shape), tensor.dtype)
-    raw = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    parts = (head, memoryview(tensor.reshape(-1).view(torch.uint8).numpy()), tail)
+    size = sum(map(len, parts))
+    spare = spares.take(size) if spares else None
+    if spare is not None:
+        checksum = spare.fill(parts)
+        os.link(spare.path, path)
+        return size, checksum
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
-        return pour(handle, (head, raw, tail))
+        return pour(handle, parts)
     finally:
         os.close(handle)
 
 
-def read(path: Path) -> Any:
-    """The tensor of a `.pt` file, mapped and not copied; it stays readable after the file is deleted."""
+def read(data: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The tensor of a `.pt` file that is mapped at `data`: a view of it where it is laid out as `write` does it.
+
+    Whatever else `torch.load` takes with `weights_only=True` is read by it. Raises what it raises.
+    """
     import torch
 
-    return torch.load(str(path), weights_only=True, mmap=True)
+    head, tail = container(shape, dtype)
+    count = math.prod(shape)
+    if len(data) == len(head) + count * dtype.itemsize + len(tail) and data[: len(head)] == head:
+        return torch.frombuffer(data, dtype=dtype, count=count, offset=len(head)).view(shape)
+    return torch.load(io.BytesIO(data), weights_only=True)

@@ -23,6 +23,7 @@ import msgspec
 
 from capture.arena import Arena, ArenaShape
 from capture.dump import FORMAT, Line, Meta, request_folder, state_names, write_done, write_failed
+from capture.spares import Spares
 
 # A message names requests; ids and states travel in the arena. 512 names stay far below what a socket takes at once.
 MESSAGE_PIECES = 512
@@ -71,7 +72,10 @@ class Ack(msgspec.Struct, frozen=True):
 
 
 class WriterSettings(msgspec.Struct, frozen=True):
-    """What the writer needs to know; `reserve` bytes of the file system are left free for the failures' own words."""
+    """What the writers need to know; `reserve` bytes of the file system are left free for the failures' own words.
+
+    `index` tells them apart, and each keeps at most `spare_bytes` in files to be written again.
+    """
 
     dump_dir: str
     arena: ArenaShape
@@ -80,6 +84,8 @@ class WriterSettings(msgspec.Struct, frozen=True):
     model: str
     sglang: str
     tap: str
+    index: int = 0
+    spare_bytes: int = 0
 
 
 class Writer:
@@ -91,6 +97,7 @@ class Writer:
         self.arena = Arena.attach(self.dump_dir / "arena", settings.arena)
         self.names = state_names(len(settings.boundaries))
         self.partial: dict[int, tuple[Any, Any]] = {}  # number -> ids and states of a prompt that comes in chunks
+        self.spares = Spares(self.dump_dir, f"spare_{settings.index}", settings.spare_bytes)
         self.unwritten: list[Line] = []
         self.journaled_before = _resume(self.dump_dir / "dumps.jsonl")
 
@@ -141,8 +148,9 @@ class Writer:
 
     def _write(self, piece: Piece, ids: Any, states: Any) -> int:
         needed = states.numel() * states.element_size()
-        free = shutil.disk_usage(self.dump_dir).free - self.settings.reserve
-        if free < needed:
+        if self._free() < needed:
+            self.spares.drop_idle()
+        if (free := self._free()) < needed:
             raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed, {max(free, 0):,} are free on {self.dump_dir}")
         meta = Meta(
             format=FORMAT,
@@ -158,7 +166,10 @@ class Writer:
             tap=self.settings.tap,
         )
         tensors = dict(zip(self.names, states, strict=True))
-        return write_done(request_folder(self.dump_dir, piece.number), tensors, meta)
+        return write_done(request_folder(self.dump_dir, piece.number), tensors, meta, self.spares)
+
+    def _free(self) -> int:
+        return shutil.disk_usage(self.dump_dir).free - self.settings.reserve
 
     def _failed(self, number: int, rid: str, reason: str, *, busy: bool = False) -> Line:
         say(f"request {rid} is not dumped: {reason}")

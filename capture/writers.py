@@ -12,6 +12,8 @@ import threading
 import time
 from collections import Counter
 
+import msgspec
+
 from capture.writer import Fail, Piece, WriterSettings
 from capture.writer_link import WriterLink
 
@@ -25,7 +27,7 @@ def default_count(ranks: int) -> int:
 
 
 class Writers:
-    """`count` writers and the arena's free slots."""
+    """`count` writers and the arena's free slots; they share `settings.spare_bytes`."""
 
     def __init__(self, count: int, slots: int, settings: WriterSettings) -> None:
         self.free: queue.Queue[int] = queue.Queue()
@@ -35,7 +37,12 @@ class Writers:
         self.lock = threading.Lock()
         self.readers: Counter[int] = Counter()  # slot -> writers that still read it
         self.begun: dict[int, WriterLink] = {}  # number -> who has the first chunks of a prompt that is not whole
-        self.links = [WriterLink(settings, self._release) for _ in range(count)]
+        self.links = [
+            WriterLink(
+                msgspec.structs.replace(settings, index=index, spare_bytes=settings.spare_bytes // count), self._release
+            )
+            for index in range(count)
+        ]
 
     def take_slot(self, seconds: float) -> int | None:
         """A free slot, None where none comes free in `seconds`."""

@@ -16,21 +16,22 @@ GB = 10**9
 @pytest.mark.parametrize(
     ("asked", "available", "free", "room"),
     [
-        (None, 2000 * GB, 1000 * GB, Room(4, 8 * GB)),  # much memory: as many slots as are of use
-        (None, 40 * GB, 30 * GB, Room(3, 6 * GB)),  # a quarter of 40
-        (None, 12 * GB, 30 * GB, Room(1, 2 * GB)),
-        (None, 8 * GB, 30 * GB, Room(1, GB)),  # the least that works
-        (30 * GB, 40 * GB, 35 * GB, Room(4, 8 * GB)),
-        (7 * GB, 40 * GB, 35 * GB, Room(2, 4 * GB)),
-        (None, 2000 * GB, 5 * GB, Room(1, 2 * GB)),  # a small tmpfs
-        (2 * GB, 8 * GB, 30 * GB, Room(1, GB)),
+        (None, 2000 * GB, 1000 * GB, Room(4, 8 * GB, 8 * GB)),  # much memory: as many slots as are of use
+        (None, 64 * GB, 30 * GB, Room(3, 6 * GB, 6 * GB)),  # a quarter of 64
+        (None, 20 * GB, 30 * GB, Room(1, 2 * GB, 2 * GB)),
+        (None, 14 * GB, 30 * GB, Room(1, 2 * GB, GB // 2)),
+        (None, 8 * GB, 30 * GB, Room(1, GB, 0)),  # the least that works
+        (30 * GB, 40 * GB, 35 * GB, Room(4, 8 * GB, 8 * GB)),
+        (11 * GB, 40 * GB, 35 * GB, Room(2, 4 * GB, 4 * GB)),
+        (None, 2000 * GB, 5 * GB, Room(1, 2 * GB, 2 * GB)),  # a small tmpfs
+        (2 * GB, 8 * GB, 30 * GB, Room(1, GB, 0)),
     ],
 )
 def test_arena_and_dumps_together_take_what_is_allowed(
     asked: int | None, available: int, free: int, room: Room
 ) -> None:
     assert divide(asked, GB, available, free) == room
-    assert room.slots * GB + room.dump_bytes <= min(asked or available // 4, free)
+    assert room.slots * GB + room.dump_bytes + room.spare_bytes <= min(asked or available // 4, free)
 
 
 @pytest.mark.parametrize(
