@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import sqlite3
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -142,6 +143,7 @@ class Extraction:
         self.changes: list[Change] = []
         self.stopping: BaseException | None = None
         self.pace: deque[tuple[float, int]] = deque()
+        self.of_thread = threading.local()
 
     def prepare(self) -> None:
         """Everything before the first prompt: gate, settings, tokens."""
@@ -381,7 +383,11 @@ class Extraction:
     def _write(self, number: int, rid: str, folder: Path, ids: list[int], mask: list[int]) -> list[Any]:
         import torch
 
-        states = verify.read_dump(folder, rid, ids, self.boundaries, self.tap.hidden, self.tap.dtype)
+        if not hasattr(self.of_thread, "buffer"):
+            self.of_thread.buffer = dump.Buffer()
+        states = verify.read_dump(
+            folder, rid, ids, self.boundaries, self.tap.hidden, self.tap.dtype, self.of_thread.buffer
+        )
         all_ids, all_mask = torch.tensor(ids), torch.tensor(mask)
         try:
             return [

@@ -10,7 +10,6 @@ after the final norm, `last` the one before it.
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import stat
@@ -191,36 +190,55 @@ def _reason(mark: Path) -> str:
         return "the reason is not there; there was no room for it"
 
 
-def read_states(folder: Path, meta: Meta) -> dict[str, Any]:
+class Buffer:
+    """Memory that one dump after another is read into, so that its pages need not be found again each time."""
+
+    def __init__(self) -> None:
+        self.bytes = memoryview(b"")
+
+    def of(self, size: int) -> memoryview:
+        """`size` bytes of it, not cleared; they stay valid until the next call."""
+        import torch
+
+        if size > len(self.bytes):
+            self.bytes = memoryview(torch.empty(size, dtype=torch.uint8).numpy())
+        return self.bytes[:size]
+
+
+def read_states(folder: Path, meta: Meta, buffer: Buffer | None = None) -> dict[str, Any]:
     """The tensors of a dump, each checked against its size and checksum in `meta` before it is unpickled.
 
-    They are views of the files, which are written over once the dump is removed: clone what is to stay. Raises
-    DumpError naming the file that is missing, cut or changed.
+    They lie in `buffer`, if one is given, until it is used again. Raises DumpError naming the file that is missing,
+    cut or changed.
     """
     import torch
     import xxhash
 
     shape, dtype = (meta.tokens, meta.hidden), getattr(torch, meta.dtype)
-    states = {}
-    for name, (size, checksum) in meta.files.items():
+    # One byte more than was written, to see that a file is too long; each begins where a tensor may.
+    rooms = [-(-(size + 1) // 64) * 64 for size, _ in meta.files.values()]
+    memory, at, states = (buffer or Buffer()).of(sum(rooms)), 0, {}
+    for (name, (size, checksum)), room in zip(meta.files.items(), rooms, strict=True):
+        place, at = memory[at : at + size + 1], at + room
         try:
-            data = _map(folder / name)
+            found = _read_into(folder / name, place)
         except OSError as error:
             raise DumpError(f"{folder.name}/{name}: {error.strerror}") from error
-        if len(data) != size:
-            raise DumpError(f"{folder.name}/{name} has {len(data)} bytes, {size} were written")
-        if xxhash.xxh3_64_hexdigest(data) != checksum:
+        if found != size:
+            raise DumpError(f"{folder.name}/{name} has {found} bytes, {size} were written")
+        if xxhash.xxh3_64_hexdigest(place[:size]) != checksum:
             raise DumpError(f"{folder.name}/{name} was changed after it was written: its checksum differs")
-        states[name.removesuffix(".pt")] = pt.read(data, shape, dtype)
+        states[name.removesuffix(".pt")] = pt.read(place[:size], shape, dtype)
     return states
 
 
-def _map(path: Path) -> Any:
-    """A file's bytes, mapped with all their pages at once; writable, since torch warns of others. Raises OSError."""
-    with path.open("r+b") as file:
-        if os.fstat(file.fileno()).st_size == 0:  # cannot be mapped
-            return b""
-        return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+def _read_into(path: Path, place: memoryview) -> int:
+    """Read a file into `place`; returns the bytes that the file has, of which no more are read. Raises OSError."""
+    at = 0
+    with path.open("rb", buffering=0) as file:
+        while at < len(place) and (count := file.readinto(place[at:])):
+            at += count
+        return os.fstat(file.fileno()).st_size
 
 
 def remove(folder: Path) -> None:

@@ -84,7 +84,7 @@ def write(path: Path, tensor: Any, spares: Spares | None = None) -> tuple[int, s
 
 
 def read(data: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """The tensor of a `.pt` file that is mapped at `data`: a view of it where it is laid out as `write` does it.
+    """The tensor of a `.pt` file whose bytes are `data`: a view of them where they are laid out as `write` does it.
 
     Whatever else `torch.load` takes with `weights_only=True` is read by it. Raises what it raises.
     """
@@ -92,6 +92,6 @@ def read(data: Any, shape: tuple[int, ...], dtype: Any) -> Any:
 
     head, tail = container(shape, dtype)
     count = math.prod(shape)
-    if len(data) == len(head) + count * dtype.itemsize + len(tail) and data[: len(head)] == head:
+    if len(data) == len(head) + count * dtype.itemsize + len(tail) and bytes(data[: len(head)]) == head:
         return torch.frombuffer(data, dtype=dtype, count=count, offset=len(head)).view(shape)
     return torch.load(io.BytesIO(data), weights_only=True)

@@ -3,7 +3,7 @@
 Finding and clearing the pages of a new file costs three times what copying into pages does that are there and mapped.
 So a writer keeps a name of its own, a hard link, and a mapping of each large file that it has made. Whoever deletes a
 dump deletes the dump's names only; a file that then has one name left is filled again. A dump that was deleted must
-therefore not be read any more, not even through a mapping that is still open.
+therefore not be read through a mapping that is still open.
 """
 
 from __future__ import annotations

@@ -81,8 +81,19 @@ def _first_flat_row(state: Any) -> int | None:
     return None
 
 
-def read_dump(folder: Path, rid: str, ids: list[int], boundaries: list[int], hidden: int, dtype: str) -> dict[str, Any]:
-    """The states of a dump, verified against the prompt that was sent. Raises VerificationError or DumpError."""
+def read_dump(
+    folder: Path,
+    rid: str,
+    ids: list[int],
+    boundaries: list[int],
+    hidden: int,
+    dtype: str,
+    buffer: dump.Buffer | None = None,
+) -> dict[str, Any]:
+    """The states of a dump, verified against the prompt that was sent; they lie in `buffer` until it is used again.
+
+    Raises VerificationError or DumpError.
+    """
     meta = dump.read_meta(folder)
     if meta.rid != rid:
         raise VerificationError(f"{folder.name} belongs to request {meta.rid}, expected {rid}")
@@ -92,7 +103,7 @@ def read_dump(folder: Path, rid: str, ids: list[int], boundaries: list[int], hid
         )
     if meta.boundaries != boundaries:
         raise VerificationError(f"it holds boundaries {meta.boundaries}, expected {boundaries}")
-    states = dump.read_states(folder, meta)
+    states = dump.read_states(folder, meta, buffer)
     check_states(states, dump.state_names(len(boundaries)), len(ids), hidden, dtype)
     return states
 

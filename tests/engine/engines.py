@@ -56,7 +56,7 @@ class Engine:
                 _, folder = await drawer.draw(row, 0, ids)
                 meta = dump.read_meta(folder)
                 assert meta.ids == ids
-                states = {name: state.clone() for name, state in dump.read_states(folder, meta).items()}
+                states = dump.read_states(folder, meta)
                 dump.remove(folder)
                 return states
 
