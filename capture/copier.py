@@ -14,10 +14,6 @@ from typing import Any, Protocol
 
 logger = logging.getLogger("sglang.layertap")
 
-# A GPU has one engine that copies to the host, and a copy holds it to its end: SGLang's own, of the few bytes that its
-# scheduler waits for after each forward, stands behind at most one of ours. This takes 0.3 ms.
-COPY_BYTES = 16 << 20
-
 
 class Copier(Protocol):
     """`copy` takes (place in the arena, source) pairs and calls `done` once all of them are in the arena."""
@@ -63,8 +59,7 @@ class CudaCopier:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             for place, source in pairs:
-                for start in range(0, len(source), rows := _rows_at_once(source)):
-                    place[start : start + rows].copy_(source[start : start + rows], non_blocking=True)
+                place.copy_(source, non_blocking=True)
                 source.record_stream(self.stream)  # its memory is not given away before the copy has run
             event = torch.cuda.Event(blocking=True)  # the thread that waits for it sleeps
             event.record(self.stream)
@@ -83,11 +78,6 @@ class CudaCopier:
                 done()
             except Exception:
                 logger.exception("layertap: a copy to the arena failed")
-
-
-def _rows_at_once(source: Any) -> int:
-    """Rows of `source` (`[tokens, …]`) in a copy of about `COPY_BYTES`."""
-    return max(1, COPY_BYTES * len(source) // int(source.nbytes))
 
 
 def copier_for(arena: Any, device: Any) -> Copier:

@@ -22,8 +22,8 @@ SLOW_SECONDS = 1.0  # without an answer, after which a writer gets new requests 
 
 
 def default_count(ranks: int) -> int:
-    """Writers where none were asked for: two thirds of the cores that the `ranks` scheduler processes leave."""
-    return max(1, min(MOST_WRITERS, (len(os.sched_getaffinity(0)) - ranks) * 2 // 3))
+    """Writers where none were asked for: half of the cores that the `ranks` scheduler processes leave."""
+    return max(1, min(MOST_WRITERS, (len(os.sched_getaffinity(0)) - ranks) // 2))
 
 
 class Writers:

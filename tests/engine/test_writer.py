@@ -33,11 +33,11 @@ TOKEN_BYTES = 5 * 16 * 2
 class Prompt:
     """A request of ours: its ids and the states that the model would have made of them, told apart by number."""
 
-    def __init__(self, number: int, total: int) -> None:
+    def __init__(self, number: int, total: int, hidden: int = 16) -> None:
         self.number, self.total, self.rid = number, total, f"secret.x1.{number}.1.{total}"
         generator = torch.Generator().manual_seed(number)
         self.ids = torch.randint(0, 1000, (total,), generator=generator)
-        self.states = torch.randn(5, total, 16, generator=generator).to(torch.bfloat16)
+        self.states = torch.randn(5, total, hidden, generator=generator).to(torch.bfloat16)
 
     def line(self, size: int) -> Line:
         return Line(self.number, self.rid, "done", size)
