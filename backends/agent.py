@@ -6,8 +6,10 @@ time, so that a slow one delays no other.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import importlib.metadata
+import math
 import os
 import platform
 import shutil
@@ -15,25 +17,37 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
-from backends import datasets, payloads, runs
-from backends.errors import ExitCode, LayertapError, UsageError
+from backends import datasets, folders, payloads, runs, stacks
+from backends.diagnose import Limits
+from backends.doctor.examine import Doctor, Report
+from backends.doctor.report import Asked, Place
+from backends.errors import ExitCode, LayertapError, RunDied, UsageError
 from backends.frames import FrameError, pack, read_frame
-from backends.jobs import JOBS, refuse_second, start_job
+from backends.jobs import JOBS, describe, refuse_second, start_job
 from backends.launch import Launching, launch
 from backends.logs import PartHead, read_part
+from backends.outbox import Outbox
 from backends.sample import Sampler
+from backends.sglang import masked
 from backends.survival import danger
-from backends.watch import ServerWatch
+from backends.watch import EarlierStart, ServerWatch, earlier_start
+from capture import code_hash, events, gate
+from capture.dump import DumpError, read_tap
+from capture.ledger import State
+from capture.server import ServerGone
 
 AT_ONCE = 32
+GATE_SECONDS = 15.0
+PATIENCE = "LAYERTAP_PATIENCE"  # a factor on the seconds after which a silent server is suspected to hang
 
 Request = Callable[..., Any]
 
@@ -46,7 +60,11 @@ class Agent:
         state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
         self.runs = runs.Runs(Path(state) / "layertap")
         self.sampler = Sampler(self.runs)
+        self.examiner = Doctor(Place(self.runs, payload))
         self.watches: dict[str, ServerWatch] = {}
+        self.earlier: dict[str, EarlierStart | None] = {}
+        self.limits = _limits()
+        self.reported: set[str] = set()  # runs whose stacks were read, since they seem to hang
         self.lock = threading.Lock()
 
     def hello(self) -> dict[str, Any]:
@@ -95,7 +113,7 @@ class Agent:
         return self.run(run.id)
 
     def start(self, kind: str, job: dict[str, Any], port: int | None = None) -> dict[str, Any]:
-        """Start a job (try, plan, extract, verify)."""
+        """Start a job; JOBS has the kinds."""
         if kind not in JOBS:
             raise UsageError(f"no job is called {kind!r}; there are {', '.join(JOBS)}")
         return self.run(start_job(self.runs, self.payload, kind, job, port).id)
@@ -105,18 +123,23 @@ class Agent:
         return [self._summary(run) for run in self.runs.all(kind)]
 
     def run(self, run_id: str) -> dict[str, Any]:
-        """One run, with its progress, its result and how it ended."""
+        """One run, with its progress, its result, how it ended, and its last events."""
         run = self.runs.get(run_id)
         return self._summary(run) | {
-            "details": run.spec.details,
             "argv": run.spec.argv,
             "progress": _json(run.folder / "progress.json"),
             "result": _json(run.folder / "result.json"),
+            "events": events.latest(run.folder),
         }
 
     def server(self, port: int | None = None) -> dict[str, Any]:
         """The live server of that port, or the only one."""
         return self.run(self.runs.server(port).id)
+
+    def newest_server(self, port: int | None = None) -> dict[str, Any] | None:
+        """The live server, of that port if given; else the one that ran last, None where none ever did."""
+        found = self._newest_server(port)
+        return self.run(found.id) if found else None
 
     def status(self, run_id: str) -> dict[str, Any]:
         """A server run's phases, verdict, tap and dumps."""
@@ -124,8 +147,19 @@ class Agent:
         if run.spec.kind != "server":
             raise UsageError(f"{run.id} is no server")
         with self.lock:
-            watch = self.watches.setdefault(run.id, ServerWatch(run))
-        return self.run(run.id) | watch.look()
+            if run.id not in self.watches:
+                earlier = self.earlier[run.id] = earlier_start(self.runs, run)
+                self.watches[run.id] = ServerWatch(run, self.sampler.gpus, earlier, self.limits)
+            watch = self.watches[run.id]
+        seen = watch.look()
+        if seen["verdict"]["verdict"] == "hang_suspected":
+            self._report_once(run)
+        newest = stacks.newest_report(run)
+        return self.run(run.id) | seen | {"earlier": self.earlier[run.id], "stacks": str(newest) if newest else None}
+
+    def stacks(self, run_id: str) -> stacks.HangReport:
+        """Where the processes of a live server stand; see `backends.stacks.make_report`."""
+        return stacks.make_report(self.runs.get(run_id))
 
     def stop(self, run_id: str, why: str = "asked for") -> runs.Stopped:
         """Stop a run, and what draws from it; answers what is left of either."""
@@ -140,6 +174,42 @@ class Agent:
         made = runs.stop(run, why)
         made.left[:0] = left
         return made
+
+    def overview(self, run_id: str | None = None, port: int | None = None) -> dict[str, Any]:
+        """What a look at this host shows, in one answer: a sample, a server, and the newest extraction.
+
+        The server is that of `run_id`; else the live one, of `port` if given; else the one that ran last.
+        """
+        server = self.runs.get(run_id) if run_id else self._newest_server(port)
+        return {
+            "sample": self.sample(server.id if server else None),
+            "server": self.status(server.id) if server else None,
+            "extraction": self.extraction(),
+        }
+
+    def gate(self, run_id: str) -> dict[str, Any]:
+        """What the gate says of a live server, and the arguments that it resolved to, secrets masked.
+
+        Raises RunDied where it is dead or does not answer.
+        """
+        server = describe(self.runs.get(run_id))
+        try:
+            info = server.info(GATE_SECONDS)
+            tap = read_tap(Path(server.dump_dir))
+        except (ServerGone, DumpError) as error:
+            raise RunDied(str(error)) from error
+        plain = {name: masked(name, value) for name, value in info.items() if isinstance(value, (str, int, float))}
+        return {"findings": gate.check(info, tap, gate.Expected(code_hash(), server.model)), "effective": plain}
+
+    def doctor(self, asked: dict[str, Any]) -> Report:
+        """Pre-flight checks that only look, in under 5 s; `asked` is a `backends.doctor.report.Asked`."""
+        arrived = time.time()
+        checks = self.examiner.examine(msgspec.convert(asked, Asked))
+        return Report(arrived=arrived, answered=time.time(), checks=checks)
+
+    def folder(self, path: str) -> folders.Folder:
+        """What a folder of this host holds."""
+        return folders.read_folder(path)
 
     def extraction(self, output: str | None = None) -> dict[str, Any] | None:
         """The newest extraction, into `output` if given."""
@@ -158,6 +228,23 @@ class Agent:
         """The next page of a dataset's written samples, with their files; see `backends.datasets.written`."""
         return datasets.written(path, after, ranges)
 
+    def samples(
+        self,
+        path: str,
+        after: int = -1,
+        before: int | None = None,
+        state: State | None = None,
+        most: int = 200,
+    ) -> datasets.Page:
+        """Some of a dataset's samples, in whatever state; see `backends.datasets.samples`."""
+        return datasets.samples(path, after, before, state, most)
+
+    def sample_log(self, path: str, number: int) -> list[datasets.SampleLog]:
+        """What the logs of the extractions into a dataset say of one of its samples, the newest first."""
+        drawn = (run for run in self.runs.all("extract") if run.spec.details.get("output") == path)
+        logs = (datasets.log_of_sample(run.id, run.log, number) for run in drawn)
+        return [log for log in logs if log.lines]
+
     def remove_demo(self, path: str) -> None:
         """Delete the dataset of an earlier demo. Raises UsageError for a folder that holds anything else, Locked."""
         refuse_second(self.runs, path)
@@ -172,6 +259,26 @@ class Agent:
                 shutil.rmtree(place)
         except OSError as error:
             raise UsageError(f"{place}: {error}") from error
+
+    def _report_once(self, run: runs.Run) -> None:
+        """Read the stacks of a run that seems to hang, once and in a thread of its own: the status does not wait."""
+
+        def report() -> None:
+            with contextlib.suppress(LayertapError, OSError):  # whoever asks for the stacks is told why there are none
+                stacks.make_report(run)
+
+        with self.lock:
+            if run.id in self.reported:
+                return
+            self.reported.add(run.id)
+        threading.Thread(target=report, daemon=True).start()
+
+    def _newest_server(self, port: int | None) -> runs.Run | None:
+        """The live one, else the one that ran last. Raises UsageError where several are live."""
+        try:
+            return self.runs.server(port)
+        except RunDied:
+            return next((run for run in self.runs.all("server") if port in (None, run.spec.port)), None)
 
     def _drawing_from(self, server: runs.Run) -> list[runs.Run]:
         return [run for run in self.runs.all() if run.spec.details.get("server") == server.id and run.alive()]
@@ -190,9 +297,22 @@ class Agent:
             "code": spec.code,
             "sglang": spec.sglang,
             "created": spec.created,
+            "details": spec.details,
             "stop_asked": run.stop_asked,
             "exit": run.exit,
         }
+
+
+def _limits() -> Limits:
+    """How patient verdicts are; PATIENCE in the environment is a factor. Raises UsageError."""
+    text = os.environ.get(PATIENCE, "1")
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < math.inf:
+        raise UsageError(f"{PATIENCE} is {text!r}; give a factor such as 2, or unset it")
+    return Limits().scaled(factor)
 
 
 def sglang_version() -> str | None:
@@ -203,36 +323,32 @@ def sglang_version() -> str | None:
         return None
 
 
-def serve(payload: str) -> None:
+def serve(agent: Agent) -> None:
     """Answer requests until the link closes."""
     from_console = sys.stdin.buffer
-    to_console = os.fdopen(os.dup(1), "wb")
+    outbox = Outbox(os.fdopen(os.dup(1), "wb"))
     os.dup2(2, 1)  # a stray print must not land between frames
-    agent = Agent(Path(payload))
-    threading.Thread(target=payloads.prune, args=(Path(payload), agent.runs), daemon=True).start()
-    lock = threading.Lock()
+    threading.Thread(target=payloads.prune, args=(agent.payload, agent.runs), daemon=True).start()
     pool = ThreadPoolExecutor(AT_ONCE)
     try:
         while frame := read_frame(from_console):
-            pool.submit(_answer, agent, frame[0], to_console, lock)
+            pool.submit(_answer, agent, frame[0], outbox)
     except FrameError:
         pass  # the console died over a request
     os._exit(0)  # whatever is still being answered has nobody to hear it
 
 
-def _answer(agent: Agent, head: dict[str, Any], to_console: BinaryIO, lock: threading.Lock) -> None:
+def _answer(agent: Agent, head: dict[str, Any], outbox: Outbox) -> None:
     try:
         frame = _result(agent, head)
     except LayertapError as error:
         frame = _failure(head, error.exit_code, str(error))
     except Exception:
         frame = _failure(head, ExitCode.OUR_BUG, traceback.format_exc())
-    with lock:
-        try:
-            to_console.write(frame)
-            to_console.flush()
-        except OSError:
-            os._exit(0)
+    try:
+        outbox.send(frame)
+    except OSError:
+        os._exit(0)
 
 
 def _result(agent: Agent, head: dict[str, Any]) -> bytes:

@@ -12,9 +12,11 @@ import sys
 if __name__ == "__main__":  # with -c the folder one stands in comes first, and may hold a shutil.py
     sys.path[:] = [path for path in sys.path if path]
 
+import errno
 import hashlib
 import io
 import os
+import pathlib
 import shutil
 import tempfile
 import zipfile
@@ -48,7 +50,8 @@ def main(name: str, size: int) -> None:
     os.umask(0o077)
     if sys.version_info < (3, 11):  # noqa: UP036
         found = ".".join(map(str, sys.version_info[:2]))
-        return say("error " + sys.executable + " is Python " + found + "; SGLang's environment needs 3.11 or newer")
+        wanted = "SGLang's own Python, 3.11 or newer, is wanted: name it with --python"
+        return say("error " + sys.executable + " is Python " + found + "; " + wanted)
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.path.join(cache, "layertap", "payload", name)
     try:
@@ -59,14 +62,28 @@ def main(name: str, size: int) -> None:
                 return say("error the payload arrived damaged")
             unpack(archive, folder)
     except OSError as error:
-        return say("error " + str(error.filename or folder) + ": " + str(error.strerror))
+        return say("error " + not_written(error, folder, "XDG_CACHE_HOME"))
     sys.path[:0] = [os.path.join(folder, part) for part in ("host", "engine")]
     try:
-        from backends.agent import serve
+        from backends.agent import Agent, serve
+
+        agent = Agent(pathlib.Path(folder))
     except ImportError as error:
         return say("error " + sys.executable + ": " + str(error) + "; SGLang's own Python is wanted")
+    except OSError as error:
+        return say("error " + not_written(error, "the state folder", "XDG_STATE_HOME"))
     say("have")
-    return serve(folder)
+    return serve(agent)
+
+
+def not_written(error: OSError, folder: str, variable: str) -> str:
+    """What could not be written and what to do, `variable` being where `folder` is said."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "make room there" if full else "let us write there"
+    return (
+        str(error.filename or folder) + ": " + str(error.strerror) + "; " + remedy + ", or have " + variable + " name "
+        "another folder"
+    )
 
 
 def say(text: str) -> None:

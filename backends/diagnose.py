@@ -1,15 +1,67 @@
 """What was observed of a server, into a verdict with its cause, a remedy and the evidence in sentences.
 
-A hang is not told from a slow start here: a silent server that starts stays "starting", with the silence in evidence.
+What is true is decided here, by evidence: a log line alone is never a hang, and silence alone is none either. What it
+means and what to do about it is the catalogue's to say.
 """
 
 from __future__ import annotations
 
-import re
 import signal
-from typing import Literal, NamedTuple
+from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
+
+from backends.activity import Activity
+from backends.catalogue import Need, Signature, catalogue
+from backends.reading import Batch, Hit
+
+# Seconds for which a log is silent in a healthy start, by phase; "launch" is before the first.
+SILENCE = {
+    "launch": 120.0,
+    "args": 120.0,
+    "dist": 300.0,
+    "weights": 180.0,
+    "kv": 120.0,
+    "tune": 900.0,
+    "graphs": 300.0,
+    "limits": 120.0,
+    "http": 600.0,
+    "warm_up": 600.0,
+}
+LONGER = 1.5  # times what a phase took last time: until then it is as usual
+NEAR = 2000  # lines: what is farther from a crash did not cause it
+REPEATED = 2  # times that a line of a degraded server stands in the log before it counts
+RECENT = 60.0  # seconds for which such a line counts
+WORKING_PERCENT = 20.0  # CPU of a rank that computes
+BUSY_PERCENT = 50.0
+IDLE_PERCENT = 5.0
+HEAT = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
+
+
+class Limits(msgspec.Struct, kw_only=True):
+    """How patient the verdict is, in seconds.
+
+    `silence` of the log by phase; `quiet`: silence after which a start that works is called slow; `bar`: how long a
+    progress bar may stand; `usual`: length of a phase after which it is slow; `window`: how long one must look to say
+    that nothing moves; `spin`: silence while every GPU spins; `stopped`: silence of a server with a stopped process;
+    `health`: how long /health fails; `queue`: how long a queue does not move.
+    """
+
+    silence: dict[str, float] = msgspec.field(default_factory=SILENCE.copy)
+    quiet: float = 30.0
+    bar: float = 60.0
+    usual: float = 120.0
+    window: float = 10.0
+    spin: float = 60.0
+    stopped: float = 5.0
+    health: float = 60.0
+    queue: float = 60.0
+
+    def scaled(self, factor: float) -> Limits:
+        """The same, so many times as patient."""
+        scaled = {name: value * factor for name, value in msgspec.structs.asdict(self).items() if name != "silence"}
+        return Limits(silence={phase: value * factor for phase, value in self.silence.items()}, **scaled)
 
 
 class Rank(msgspec.Struct):
@@ -24,10 +76,12 @@ class Rank(msgspec.Struct):
 class Evidence(msgspec.Struct, kw_only=True):
     """Everything observed of one server; None stands for not known. Durations are in seconds.
 
-    `health` is the HTTP status of /health and `health_s` how long it took. `exit_code` is negative or above 128 where
-    a signal ended the process. `crashed` and `ready_seen` come from the log (backends.startup), `tap_in` and
-    `tap_error` from the tap's own file. `listener_is_ours`: whether the process that listens on `port` belongs to
-    this run.
+    `health` is the HTTP status of /health, `health_s` how long it took and `health_failing_s` since when it fails.
+    `exit_code` is negative or above 128 where a signal ended the process. `crashed` (from line `crashed_line`),
+    `stopping` and `ready_seen` come from the log (backends.startup), `hits` are signatures found in it, those in
+    `last_lines` at its end; `tap_in` and `tap_error` from the tap's own file. `listener_is_ours`: whether the process
+    that listens on `port` belongs to this run. `missing` names ranks that were there and are gone. `earlier_s` is how
+    long this phase took at the last start. `kernel` holds lines of the kernel's log about this run's time.
     """
 
     process_alive: bool | None = None
@@ -39,154 +93,81 @@ class Evidence(msgspec.Struct, kw_only=True):
     listener_is_ours: bool | None = None
     health: int | None = None
     health_s: float | None = None
+    health_failing_s: float | None = None
     log_silent_s: float | None = None
     log_lines: int | None = None
     phase: str | None = None
     phase_s: float | None = None
+    earlier_s: float | None = None
+    detail: str = ""
+    detail_s: float | None = None
     crashed: str | None = None
+    crashed_line: int | None = None
+    stopping: bool = False
+    hits: list[Hit] = []
+    last_lines: list[str] = []
     ready_seen: bool | None = None
     tap_in: bool | None = None
     tap_error: str | None = None
     ranks: list[Rank] = []
+    launcher: Rank | None = None
+    missing: list[str] = []
+    laggard: str | None = None
+    activity: Activity | None = None
+    batch: Batch | None = None
+    batch_s: float | None = None
+    throttled: dict[int, list[str]] = {}
+    narrow: dict[int, str] = {}
+    xids: dict[int, list[int]] = {}
+    kernel: list[str] = []
 
 
-State = Literal["starting", "healthy", "crashed", "stopped", "unknown"]
+State = Literal["starting", "slow_but_fine", "healthy", "degraded", "hang_suspected", "crashed", "stopped", "unknown"]
 
 
 class Verdict(msgspec.Struct):
-    """How a server is, why, and what to do about it; `cause` and `remedy` are None where there is nothing to say."""
+    """How a server is, why, and what to do about it; `cause` and `remedy` are None where there is nothing to say.
+
+    `findings` are the ids of the signatures that hold, the one that speaks first.
+    """
 
     verdict: State
     cause: str | None = None
     remedy: str | None = None
     evidence: list[str] = []
+    findings: list[str] = []
 
 
 READ_THE_LOG = "read the log around the first traceback (layertap logs)"
 STOP_NOW = "stop the server and launch it again once that is put right; nothing can be drawn from it"
 FREE_THE_PORT = "stop what holds the port, or launch on another one"
+LOOK_AGAIN = "look again for ten seconds (layertap status --watch)"
 
 
-class Known(NamedTuple):
-    """A crash that is known: what its line looks like, in which phases, what it means and what to do."""
-
-    pattern: str
-    cause: str
-    remedy: str
-    phases: tuple[str, ...] = ()
-
-
-# Specific before general; the first that matches holds.
-KNOWN = (
-    Known(
-        r"try to increase --mem-fraction-static|leave no GPU memory for the KV cache|larger than the profiled value -",
-        "the weights leave no GPU memory for the KV cache",
-        "raise mem-fraction-static, or spread the weights: a larger tp-size or a smaller quantisation",
-    ),
-    Known(
-        r"out of memory",
-        "GPU memory ran out while the weights were loading",
-        "free the GPUs of other processes (layertap doctor names them), or spread the weights: a larger tp-size or a "
-        "smaller quantisation",
-        ("args", "dist", "weights"),
-    ),
-    Known(
-        r"CUDA out of memory|OutOfMemoryError|(?:Prefill|Decode) out of memory",
-        "GPU memory ran out",
-        "lower mem-fraction-static, or max-prefill-tokens",
-    ),
-    Known(
-        r"memory capacity is unbalanced",
-        "the GPUs do not have the same amount of memory free",
-        "stop what uses some of them (layertap doctor names it), or leave those GPUs out",
-    ),
-    Known(
-        r"[Ee]xit code:? -9\b",
-        "a process was killed by SIGKILL, most often by the kernel's OOM killer",
-        "see dmesg for 'Out of memory'; free host memory (dumps in /dev/shm count), raise the container's limit, or "
-        "load with fewer threads",
-    ),
-    Known(
-        r"[Ee]xit code:? -7\b|/dev/shm/nccl-|posix_fallocate failed",
-        "/dev/shm is too small",
-        "give the container more (docker run --shm-size 32g, or --ipc=host), or remove stale dumps (layertap doctor)",
-    ),
-    Known(
-        r"No space left on device",
-        "a disk of the host is full",
-        "free space where the message says, or move the cache there (HF_HOME, XDG_CACHE_HOME)",
-    ),
-    Known(
-        r"Errno 98|[Aa]ddress already in use|EADDRINUSE|port \d+ is in use|used by a process already",
-        "a port that the server needs is taken",
-        FREE_THE_PORT,
-    ),
-    Known(
-        r"unrecognized arguments|ambiguous option|error: argument |invalid choice",
-        "this SGLang does not take one of the arguments",
-        "compare layertap launch --dry-run with that SGLang's --help, and unset the argument in the profile",
-    ),
-    Known(
-        r"trust_remote_code",
-        "the model brings its own code, which SGLang runs only when told to",
-        "if you trust the checkpoint, set trust-remote-code = true in the profile's args",
-    ),
-    Known(
-        r"GatedRepo|gated repo|401 Client Error|RepositoryNotFound|LocalEntryNotFound|Repo id must be|HFValidationError"
-        r"|couldn.t connect to|not a local folder|file named config\.json|No such file or directory: .*config\.json",
-        "the model is not there: the path is wrong, or the hub refuses it",
-        "give --model a folder on the host with a config.json, or a hub name, HF_TOKEN and the accepted licence",
-    ),
-    Known(
-        r"SafetensorError|HeaderTooLarge|MetadataIncompleteBuffer|annot find any model weights|Corrupted safetensors",
-        "the checkpoint is incomplete",
-        "download it again, and compare the files' sizes with model.safetensors.index.json",
-    ),
-    Known(
-        r"does not recognize this architecture|Model architectures .* are not supported",
-        "this SGLang or its transformers does not know the model",
-        "use a newer SGLang, or the transformers version that it pins",
-    ),
-    Known(
-        r"No module named '?sglang",
-        "this Python has no SGLang",
-        "name the interpreter that has it: --python, LAYERTAP_PYTHON or python under [host.NAME]",
-    ),
-    Known(
-        r"No CUDA GPUs|driver version is insufficient|driver on your system is too old|Error 80[234]:",
-        "CUDA cannot be initialised",
-        "run layertap doctor: driver, fabric manager or the container's GPU access is at fault",
-    ),
-    Known(
-        r"atchdog timeout",
-        "a forward took longer than the watchdog allows",
-        "raise watchdog-timeout if a compiler was running; else read the stacks in the log above that line",
-    ),
-)
-
-
-def diagnose(evidence: Evidence) -> Verdict:
+def diagnose(evidence: Evidence, limits: Limits | None = None) -> Verdict:
     """Judge a server. Healthy takes all of: ready in the log, /health 200, our own listener, and the tap seen."""
-    verdict = _judge(evidence)
+    verdict = _judge(evidence, limits or Limits())
     verdict.evidence = _sentences(evidence)
     return verdict
 
 
-def _judge(e: Evidence) -> Verdict:
+def _judge(e: Evidence, limits: Limits) -> Verdict:
     # SGLang logs its own stop like a crash (exit codes, SIGQUIT), so a stop that was asked for comes first.
     if e.stop_requested:
         return Verdict("stopped", "stop was asked for" + ("; the process is still ending" if e.process_alive else ""))
     if e.crashed is not None:
-        return _crash(e.crashed, e.phase)
+        return crash(e.crashed, e.phase, e.hits, e.crashed_line, e.kernel)
     if e.process_alive is False:
         return _ended(e)
     if e.process_alive is None:
         return Verdict("unknown", "whether the process is alive is not known", "check the link to the host")
-    dead = [rank.name for rank in e.ranks if rank.state in ("zombie", "dead")]
+    if e.stopping:
+        return Verdict("stopped", "it is shutting down, which was not asked for from here")
+    dead = [rank.name for rank in e.ranks if rank.state in ("zombie", "dead")] + e.missing
     if dead:
         # SGLang before 0.5.11 does not watch its children, and the port stays open without them.
         return Verdict("crashed", f"{', '.join(dead)} is dead while the launcher still runs", READ_THE_LOG)
-    return _up(e) if e.ready_seen else _starting(e)
+    return _up(e, limits) if e.ready_seen else _starting(e, limits)
 
 
 def _ended(e: Evidence) -> Verdict:
@@ -198,34 +179,69 @@ def _ended(e: Evidence) -> Verdict:
             "look for what stops processes on that host: a job scheduler, a container, another session",
         )
     if number is not None:
-        return _crash(f"the server was ended by {_signal_name(number)} (exit code -{number})", e.phase)
+        line = f"the server was ended by {_signal_name(number)} (exit code -{number})"
+        return crash(line, e.phase, e.hits, e.log_lines, e.kernel)
     if e.exit_code == 0:
         return Verdict("stopped", "the server ended by itself, with exit code 0")
     if e.exit_code is None:
         return Verdict("crashed", "the process is gone, and its exit code is not known", READ_THE_LOG)
-    return Verdict("crashed", f"the server ended with exit code {e.exit_code}", READ_THE_LOG)
+    return crash(f"the server ended with exit code {e.exit_code}", e.phase, e.hits, e.log_lines, e.kernel)
 
 
-def _starting(e: Evidence) -> Verdict:
+def crash(line: str, phase: str | None, hits: Iterable[Hit], at: int | None, kernel: Iterable[str] = ()) -> Verdict:
+    """What ended a server: the line that says so at number `at`, else what else was seen, else the line itself."""
+    known = catalogue()
+    near = [(known.by_id[hit.id], hit.line) for hit in hits if at is None or abs(at - hit.last) <= NEAR]
+    of_kernel = [(known.of_crash(message, phase), None) for message in kernel]
+    found: dict[str, int | None] = {}
+    told = [(one, number) for one, number in [(known.of_crash(line, phase), at), *near, *of_kernel] if one is not None]
+    for one, number in sorted(told, key=lambda pair: pair[0].generic):
+        # Of one line only the most specific meaning counts, and a generic one only where there is no other.
+        taken = number is not None and number in found.values()
+        if one.kind == "crash" and not taken and not (found and one.generic):
+            found.setdefault(one.id, number)
+    if not found:
+        return Verdict("crashed", line, READ_THE_LOG)
+    first = known.by_id[next(iter(found))]
+    return Verdict("crashed", first.cause, first.remedy, findings=list(found))
+
+
+# --- Starting ---
+
+
+def _starting(e: Evidence, limits: Limits) -> Verdict:
     if e.tap_error is not None:
         return Verdict("starting", f"the tap failed ({e.tap_error}), and the server will come up without it", STOP_NOW)
     if e.port_open and e.listener_is_ours is False:
         return Verdict("starting", f"{_port(e)} belongs to another process, so this start will fail", FREE_THE_PORT)
-    return Verdict("starting")
+    seen = conditions(e, limits)
+    if "rank_stopped" in seen:
+        return _found("hang_suspected", "hang", e, seen)
+    if "works" in seen:
+        usual = max(limits.usual, LONGER * (e.earlier_s or 0.0))
+        slow = (e.log_silent_s or 0.0) > limits.quiet or (e.phase_s or 0.0) > usual
+        return _found("slow_but_fine", "slow", e, seen) if slow else Verdict("starting")
+    if "silent" not in seen:
+        return Verdict("starting")
+    if e.activity is None or e.activity.seconds < limits.window:
+        return Verdict("starting", "the log is silent for long; whether anything moves is not known yet", LOOK_AGAIN)
+    return _found("hang_suspected", "hang", e, seen)
 
 
-def _up(e: Evidence) -> Verdict:
+# --- Up ---
+
+
+def _up(e: Evidence, limits: Limits) -> Verdict:
     """The log says ready; that alone is not enough."""
     if e.listener_is_ours is False:
         return Verdict("crashed", f"{_port(e)} belongs to another process; this server never got it", FREE_THE_PORT)
     if e.port_open is False:
         return Verdict("unknown", f"the log says ready, but {_port(e)} is closed", READ_THE_LOG)
-    if e.health is not None and e.health != 200:
-        return Verdict(
-            "unknown",
-            f"the log says ready, but /health answers {e.health}",
-            "wait if a long prefill runs; if it stays, stop the server and launch it again",
-        )
+    seen = conditions(e, limits)
+    if "rank_stopped" in seen:
+        return _found("hang_suspected", "hang", e, seen)
+    if "health_fails" in seen:
+        return _sick(e, seen, limits)
     if e.tap_error is not None:
         return Verdict("unknown", f"the tap failed: {e.tap_error}", STOP_NOW)
     if e.tap_in is False:
@@ -241,14 +257,136 @@ def _up(e: Evidence) -> Verdict:
     ]
     if missing:
         return Verdict("unknown", f"the log says ready; not known yet: {', '.join(missing)}")
-    return Verdict("healthy")
+    found = _holding("degraded", e, seen)
+    return _spoken("degraded", found) if found else Verdict("healthy")
 
 
-def _crash(line: str, phase: str | None) -> Verdict:
-    for known in KNOWN:
-        if re.search(known.pattern, line) and (not known.phases or phase in known.phases):
-            return Verdict("crashed", known.cause, known.remedy)
-    return Verdict("crashed", line, READ_THE_LOG)
+def _sick(e: Evidence, seen: set[Need], limits: Limits) -> Verdict:
+    """/health fails though the server was ready: compiling, overloaded, or hung."""
+    if "compiler" in seen:
+        return _found("slow_but_fine", "slow", e, seen)
+    proven = e.activity is not None and e.activity.seconds >= limits.window and "computes" not in seen
+    if proven or "silent" in seen:
+        return _found("hang_suspected", "hang", e, seen)
+    if found := _holding("degraded", e, seen):
+        return _spoken("degraded", found)
+    answer = "does not answer" if e.health is None else f"answers {e.health}"
+    return Verdict(
+        "degraded",
+        f"the log says ready, but /health {answer}",
+        "wait if a long prefill runs; if it stays, stop the server and launch it again",
+    )
+
+
+# --- What holds ---
+
+
+def conditions(e: Evidence, limits: Limits) -> set[Need]:
+    """What is seen of a live server, in the catalogue's words."""
+    activity = e.activity
+    seen: set[Need] = _process_conditions(e, limits) | _gpu_conditions(e)
+    if activity is not None and activity.gpu_seconds >= limits.window:
+        # An idle scheduler spins too, so where GPUs are known, they tell whether something is computed.
+        seen.discard("computes")
+        seen |= {"gpus_spin"} if activity.gpus_spin else {"computes"} if activity.gpus_work else set()
+        seen |= set() if activity.idle_gpu is None else {"one_gpu_idle"}
+    failing = _failing(e)
+    if activity is not None:
+        seen |= {"compiler"} if activity.compilers else {"no_compiler"}
+        if activity.read_bytes_per_second is not None:
+            seen.add("reads_move" if activity.reads_move else "reads_flat")
+        if activity.memory_grows:
+            seen.add("memory_grows")
+    allowed = max(limits.silence.get(e.phase or "launch", 0.0), LONGER * (e.earlier_s or 0.0))
+    if e.detail_s is not None and e.detail_s <= limits.bar:
+        seen.add("bar_moves")
+    if not seen.isdisjoint({"compiler", "reads_move", "memory_grows", "bar_moves"}):
+        seen.add("works")
+    silent = e.log_silent_s or 0.0
+    if failing is not None:
+        seen.add("health_fails")
+        silent, allowed = failing, limits.health
+    elif e.ready_seen:
+        silent = 0.0  # nothing to do is nothing to say
+    if silent > allowed or ("gpus_spin" in seen and silent > limits.spin):
+        seen.add("silent")
+    waits = e.batch is not None and e.batch.queue > 0 and e.batch.running == 0
+    if waits and (e.batch_s or 0.0) > limits.queue:
+        seen.add("queue_stuck")
+    return seen
+
+
+def _failing(e: Evidence) -> float | None:
+    """Seconds since when /health fails though the server was ready; None where it does not."""
+    if not e.ready_seen or e.health == 200 or (e.health is None and e.health_failing_s is None):
+        return None
+    return e.health_failing_s or 0.0
+
+
+def _process_conditions(e: Evidence, limits: Limits) -> set[Need]:
+    seen: set[Need] = set()
+    everyone = [*e.ranks, *([e.launcher] if e.launcher else [])]
+    cpu = [rank.cpu_percent for rank in e.ranks or everyone if rank.cpu_percent is not None]
+    if cpu:
+        if max(cpu) >= BUSY_PERCENT:
+            seen.add("ranks_busy")
+        if max(cpu) >= WORKING_PERCENT:
+            seen.add("computes")
+        if max(cpu) <= IDLE_PERCENT:
+            seen |= {"ranks_idle", "cpu_idle"}
+    if e.launcher and (e.launcher.cpu_percent or 0.0) >= BUSY_PERCENT:
+        seen.add("main_busy")
+        seen.discard("cpu_idle")
+    if any(rank.state == "stopped" for rank in everyone) and (e.log_silent_s or 0.0) >= limits.stopped:
+        seen.add("rank_stopped")
+    if any(rank.state == "disk-sleep" for rank in e.ranks):
+        seen.add("rank_disk_sleep")
+    if e.laggard:
+        seen.add("rank_behind")
+    return seen
+
+
+def _gpu_conditions(e: Evidence) -> set[Need]:
+    seen: set[Need] = set()
+    if e.throttled:
+        seen.add("throttled")
+    if e.narrow:
+        seen.add("pcie_narrow")
+    if e.xids:
+        seen.add("xid")
+    return seen
+
+
+def _holding(kind: str, e: Evidence, seen: set[Need]) -> list[Signature]:
+    """The signatures of a kind that hold now, the one that speaks first."""
+    hits = {hit.id: hit for hit in e.hits}
+    found = []
+    for one in catalogue().signatures:
+        if one.kind != kind or not one.in_phase(e.phase) or not seen.issuperset(one.needs):
+            continue
+        if one.lines and (one.id not in hits or (one.last_line and one.id not in e.last_lines)):
+            continue
+        if one.lines and not one.needs and not _repeated(hits[one.id], e):
+            continue
+        if one.lines or one.needs:
+            found.append(one)
+    return sorted(found, key=lambda one: one.generic)
+
+
+def _repeated(hit: Hit, e: Evidence) -> bool:
+    """Whether a line that needs no other evidence comes again and again, up to now."""
+    age = None if e.log_lines is None or e.log_silent_s is None else e.log_lines - hit.last
+    return hit.count >= REPEATED and age is not None and age <= NEAR and (e.log_silent_s or 0.0) <= RECENT
+
+
+def _found(state: State, kind: str, e: Evidence, seen: set[Need]) -> Verdict:
+    return _spoken(state, _holding(kind, e, seen))
+
+
+def _spoken(state: State, found: list[Signature]) -> Verdict:
+    if not found:
+        return Verdict(state, "nothing moves, and why is not known", "read the stacks (layertap stacks)")
+    return Verdict(state, found[0].cause, found[0].remedy, findings=[one.id for one in found])
 
 
 # --- Sentences ---
@@ -261,7 +399,11 @@ def _sentences(e: Evidence) -> list[str]:
         *_log_sentences(e),
         *_network_sentences(e),
         *_tap_sentences(e),
-        *(_rank_sentence(rank) for rank in e.ranks),
+        *(e.activity.sentences() if e.activity and not (e.ready_seen and e.health == 200) else []),
+        *_gpu_sentences(e),
+        *(f"kernel: {line}" for line in e.kernel),
+        *(_rank_sentence("rank ", rank) for rank in e.ranks),
+        *([_rank_sentence("", e.launcher)] if e.launcher and e.launcher.state == "stopped" else []),
     ]
 
 
@@ -285,10 +427,16 @@ def _log_sentences(e: Evidence) -> list[str]:
         said.append(f"log says: {e.crashed}")
     if e.phase is not None:
         since = "" if e.phase_s is None else f" for {e.phase_s:.0f} s"
-        said.append(f"in phase {e.phase}{since}")
+        before = "" if e.earlier_s is None or e.ready_seen else f", last time {e.earlier_s:.0f} s"
+        detail = f": {e.detail}" if e.detail and not e.ready_seen else ""
+        said.append(f"in phase {e.phase}{since}{before}{detail}")
     if e.log_silent_s is not None:
         at = "" if e.log_lines is None else f" at line {e.log_lines}"
         said.append(f"log silent for {e.log_silent_s:.0f} s{at}")
+    if e.laggard and not e.ready_seen:
+        said.append(f"rank {e.laggard} is behind the others in the log")
+    if e.batch is not None and e.batch_s is not None and e.batch.queue:
+        said.append(f"{e.batch.queue} requests wait and {e.batch.running} run, as of {e.batch_s:.0f} s ago")
     return said
 
 
@@ -300,6 +448,8 @@ def _network_sentences(e: Evidence) -> list[str]:
     if e.health is not None:
         after = "" if e.health_s is None else f" after {e.health_s:.1f} s"
         said.append(f"/health {e.health}{after}")
+    elif e.health_failing_s is not None:
+        said.append(f"/health without an answer for {e.health_failing_s:.0f} s")
     return said
 
 
@@ -311,9 +461,17 @@ def _tap_sentences(e: Evidence) -> list[str]:
     return ["tap in" if e.tap_in else "tap not in"]
 
 
-def _rank_sentence(rank: Rank) -> str:
+def _gpu_sentences(e: Evidence) -> list[str]:
+    return [
+        *(f"GPU {index} throttled: {', '.join(why)}" for index, why in e.throttled.items()),
+        *(f"GPU {index} has a PCIe link of {width}" for index, width in e.narrow.items()),
+        *(f"GPU {index} reported XID {', '.join(map(str, codes))}" for index, codes in e.xids.items()),
+    ]
+
+
+def _rank_sentence(what: str, rank: Rank) -> str:
     cpu = "" if rank.cpu_percent is None else f" {rank.cpu_percent:.0f} % CPU,"
-    return f"rank {rank.name}{cpu} {rank.state or 'state not known'}"
+    return f"{what}{rank.name}{cpu} {rank.state or 'state not known'}"
 
 
 def _port(e: Evidence) -> str:

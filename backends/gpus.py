@@ -8,6 +8,7 @@ ever good enough to end a process by.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import os
 import threading
@@ -33,6 +34,7 @@ NO_GPUS = 1  # a flag for opening: a host without a GPU is fine
 CLOCK_SM = 1
 TEMPERATURE_GPU = 0
 ECC_UNCORRECTED, ECC_VOLATILE = 1, 0
+P2P_READ, P2P_WRITE = 0, 1
 MEMORY_V2 = 0x02000028
 EVENT_XID = 0x8
 NOT_LOADED, LIBRARY_MISSING, TIMED_OUT = 9, 12, 10
@@ -129,7 +131,7 @@ class Reading(NamedTuple):
     """How one field is read: the NVML call, older names for it, arguments behind the device, what to make of it."""
 
     calls: tuple[str, ...]
-    arguments: tuple[int, ...] = ()
+    arguments: tuple[Any, ...] = ()
     of: Callable[[Any], Any] = lambda value: value
 
 
@@ -243,6 +245,36 @@ class Gpus:
         )
 
 
+class Examined(NamedTuple):
+    """GPUs read once: the usual sample, what else was asked of each by field, and what hinders pairs of them.
+
+    `peers` maps a pair of indexes to NVML's P2P status for reads and writes, the worse of the two: 0 is fine.
+    """
+
+    sample: GpuSample
+    more: list[dict[str, Any]]
+    peers: dict[tuple[int, int], int]
+
+
+def examine_gpus(more: Mapping[str, Reading], ours: Collection[int] | None = None) -> Examined:
+    """Read every GPU once, with `more` readings, and let the driver go again. Never raises for what NVML says."""
+    opened = _open_nvml()
+    if isinstance(opened, GpuSample):
+        return Examined(opened, [], {})
+    try:
+        gpus = []
+        for device in opened.devices:
+            device.read_slow(ours)
+            gpus.append(Gpu(index=device.index, **device.static, **device.slow, **device.read(FAST)))
+            gpus[-1].error = device.unusable
+        extra = [device.read(more) for device in opened.devices]
+        return Examined(GpuSample("ok", None, opened.driver, opened.cuda, gpus), extra, opened.peers())
+    except opened.nvml.NVMLError as error:
+        return Examined(GpuSample("error", f"NVML: {error}"), [], {})
+    finally:
+        opened.close()
+
+
 def _open_nvml() -> _Open | GpuSample:
     """NVML with its devices, or why there is none."""
     try:
@@ -282,6 +314,18 @@ class _Open:
         self.cuda = f"{version // 1000}.{version % 1000 // 10}"
         here = Namespace()
         self.devices = [_Device(self.nvml, index, here) for index in range(self.nvml.nvmlDeviceGetCount())]
+
+    def peers(self) -> dict[tuple[int, int], int]:
+        """P2P status of every pair that tells it."""
+        found = {}
+        for one, other in itertools.combinations(self.devices, 2):
+            try:
+                found[one.index, other.index] = max(
+                    self.nvml.nvmlDeviceGetP2PStatus(one.handle, other.handle, way) for way in (P2P_READ, P2P_WRITE)
+                )
+            except self.nvml.NVMLError:
+                continue  # this driver, or a lost GPU, does not tell
+        return found
 
     def close(self) -> None:
         try:

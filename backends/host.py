@@ -35,10 +35,22 @@ ENDED = "the agent ended"
 FIRST_DELAY = 0.5  # seconds before a broken link is dialled again; doubles up to the longest
 LONGEST_DELAY = 15.0
 # Requests that change nothing: asking one of them twice is safe.
-READING = frozenset({"hello", "read", "all", "run", "server", "status", "extraction", "sample", "free_port"}) | {
-    "dataset",
-    "dataset_samples",
-}
+READING = frozenset(
+    {
+        "hello",
+        "overview",
+        "read",
+        "all",
+        "run",
+        "server",
+        "newest_server",
+        "status",
+        "extraction",
+        "sample",
+        "free_port",
+    }
+    | {"dataset", "dataset_samples", "doctor", "folder", "gate", "samples", "sample_log", "stacks"}
+)
 
 
 class LinkState(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Starting jobs on the host: try, plan, extract and verify, each a run with a job.json of its own."""
+"""Starting jobs on the host: try, plan, extract and so on, each a run with a job.json of its own."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from capture.server import Server
 from capture.settings import SETTINGS_VARIABLE, TapSettings
 
 # Kinds of job, and whether they draw from a server.
-JOBS = {"try": True, "plan": False, "extract": True, "verify": False}
+JOBS = {"try": True, "plan": False, "extract": True, "verify": False, "sample": False, "doctor": False}
 PATHS = ("rows", "output")
+ASKED = ("formats", "options", "allow_volatile")  # what else it takes to ask for the same extraction again
 
 
 def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: int | None) -> Run:
     """Start a job. Raises RunDied where it needs a server and none runs, Locked where it runs already."""
-    job = {key: _absolute(value) if key in PATHS and value else value for key, value in job.items()}
+    job = {key: absolute(value) if key in PATHS and value else value for key, value in job.items()}
     details = {key: job[key] for key in PATHS if job.get(key)}
     if kind == "extract":
+        details |= {key: job[key] for key in ASKED if key in job}
         refuse_second(runs, job["output"])
     if JOBS[kind]:
         server = runs.server(port)
@@ -32,6 +34,9 @@ def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: i
         details["server"] = server.id
     elif kind == "plan":
         job["model"] = _plan_model(runs, job.get("model"), port)
+    elif kind == "doctor":
+        refuse_beside(runs)
+        job["state"] = str(runs.state)
 
     def prepare(run: Run) -> dict[str, str]:
         write_json(run.folder / "job.json", job)
@@ -43,10 +48,11 @@ def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: i
         {
             **os.environ,
             "PYTHONPATH": python_path([payload / "engine"], os.environ),
-            "CUDA_VISIBLE_DEVICES": "",  # jobs work on what the server left in memory, never on its GPUs
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
+            # Jobs work on what the server left in memory, never on its GPUs; only the doctor's measures these.
+            **({} if kind == "doctor" else {"CUDA_VISIBLE_DEVICES": ""}),
         },
         code=payload.name,
         prepare=prepare,
@@ -59,6 +65,14 @@ def refuse_second(runs: Runs, output: str) -> None:
     for run in runs.all("extract"):
         if run.spec.details.get("output") == output and run.alive():
             raise Locked(f"an extraction into {output} runs already: {run.id}")
+
+
+def refuse_beside(runs: Runs) -> None:
+    """Raise Locked where a server of ours holds the GPUs that are to be measured, or where they are being measured."""
+    for run in runs.all():
+        on_gpus = run.spec.kind == "server" and not str(run.spec.details.get("profile")).startswith("embedded-")
+        if (on_gpus or run.spec.kind == "doctor") and run.alive():
+            raise Locked(f"{run.id} uses the GPUs; `layertap stop {run.id}`, and measure then")
 
 
 def describe(server: Run) -> Server:
@@ -97,6 +111,6 @@ def _plan_model(runs: Runs, model: str | None, port: int | None) -> str:
         raise UsageError("no server runs here to take the model from; name the model's folder with --model") from None
 
 
-def _absolute(path: str) -> str:
+def absolute(path: str) -> str:
     """An absolute path; one that begins with ~ or is relative starts at the home folder."""
     return str(Path.home() / Path(path).expanduser())

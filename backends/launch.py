@@ -14,6 +14,7 @@ import msgspec
 
 from backends.errors import Locked, NotReady, UsageError
 from backends.runs import CODE, Run, Runs, port_free, python_path
+from backends.sglang import masked
 from capture.dump import DumpError, make_private
 from capture.layers import LayerChoice
 from capture.settings import SETTINGS_VARIABLE, TapSettings
@@ -85,6 +86,7 @@ def launch(all_runs: Runs, payload: Path, asked: Launching, version: str | None)
             "model": model,
             "layers": msgspec.to_builtins(asked.layers),
             "layers_words": asked.layers.words(),
+            "env": {name: masked(name, value) for name, value in asked.env.items()},
         },
     )
 

@@ -20,7 +20,12 @@ def prune(mine: Path, runs: Runs) -> None:
     """
     with contextlib.suppress(OSError):  # another agent may be at it too
         os.utime(mine)
-        in_use = {mine.name} | {run.spec.code for run in runs.all() if run.state() not in ("exited", "died")}
-        for folder in mine.parent.iterdir():
-            if folder.name not in in_use and time.time() - folder.stat().st_mtime > UNUSED_SECONDS:
-                shutil.rmtree(folder, ignore_errors=True)
+        for folder in unused(mine, runs):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def unused(mine: Path, runs: Runs) -> list[Path]:
+    """What `prune` would remove. Raises OSError where it cannot be looked at."""
+    in_use = {mine.name} | {run.spec.code for run in runs.all() if run.state() not in ("exited", "died")}
+    old = time.time() - UNUSED_SECONDS
+    return [path for path in sorted(mine.parent.iterdir()) if path.name not in in_use and path.stat().st_mtime < old]

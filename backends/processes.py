@@ -22,7 +22,24 @@ from backends.runs import Run
 REFRESH_SECONDS = 2.0  # between two searches for new processes
 SLICES = 60  # searches after which every process of the host was looked at again
 SHORTEST = 0.1  # seconds over which a rate is taken; the kernel counts CPU time in hundredths
-COMPILERS = frozenset({"nvcc", "cudafe++", "cicc", "ptxas", "fatbinary", "ninja", "c++", "g++", "cc1plus"})
+COMPILERS = frozenset(
+    {
+        "nvcc",
+        "cudafe++",
+        "cicc",
+        "ptxas",
+        "fatbinary",
+        "nvlink",
+        "ninja",
+        "c++",
+        "g++",
+        "cc1plus",
+        "clang++",
+        "cc1",
+        "ld",
+    }
+)
+COMPILE_WORKER = "compile_worker"  # torch.compile's: a Python, told by its command line
 STATES = {
     "R": psutil.STATUS_RUNNING,
     "S": psutil.STATUS_SLEEPING,
@@ -127,6 +144,7 @@ class _Member:
         self._start = read_stat(pid).start
         self._name = ""
         self._title = ""
+        self._compiler = False
         self._cpu = Rate()
 
     def look(self, now: float) -> ProcessSample | None:
@@ -136,7 +154,9 @@ class _Member:
             if stat.start != self._start:
                 return None
             if stat.name != self._name:  # setproctitle and exec change both
-                self._name, self._title = stat.name, title(read_argv(self._pid), stat.name)
+                argv = read_argv(self._pid)
+                self._name, self._title = stat.name, title(argv, stat.name)
+                self._compiler = stat.name in COMPILERS or any(COMPILE_WORKER in word for word in argv)
         except OSError:
             return None
         ticks = self._cpu.of(stat.cpu, now)
@@ -147,7 +167,7 @@ class _Member:
             state=stat.state,
             rss_bytes=stat.rss_bytes,
             read_bytes=_read_bytes(self._pid),
-            compiler=stat.name in COMPILERS,
+            compiler=self._compiler,
         )
 
 

@@ -5,6 +5,7 @@
                       run.json     who runs it: pids with their start times, boot and machine
                       <kind>.log   what it printed
                       progress.json, result.json     of jobs
+                      events.jsonl   what happened to it, a line an event
                       stop.json    that somebody asked it to stop, exit.json  how it ended
 
 A run is started by a small supervisor, the leader of a session of its own, which outlives every console and link and
@@ -37,6 +38,8 @@ import psutil
 
 import capture
 from backends.errors import Locked, RunDied, UsageError
+from capture import events
+from capture.dump import DumpError
 from capture.server import Process
 
 SCHEMA = 1
@@ -261,12 +264,11 @@ class Runs:
         """Start a detached run; returns once its supervisor has written run.json.
 
         `prepare` may put files into the folder and add to the environment before anything runs. Raises Locked where
-        `lock` is held, RunDied where the process could not be started.
+        `lock` is held, RunDied where the process could not be started, UsageError where its folder cannot be written.
         """
         created = time.time()
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(created))
         run = Run(self.folder / f"{kind}-{stamp}-{secrets.token_hex(2)}")
-        run.folder.mkdir(mode=0o700)
         spec = Spec(
             id=run.id,
             kind=kind,
@@ -278,9 +280,20 @@ class Runs:
             created=created,
             details=details or {},
         )
-        env = {**env, RUN_VARIABLE: run.id, **(prepare(run) if prepare else {})}
-        write_json(run.folder / "env.json", Private(argv=argv, env=env, lock=str(lock) if lock else None))
-        write_json(run.folder / "spec.json", spec)
+        try:
+            run.folder.mkdir(mode=0o700)
+            env = {**env, RUN_VARIABLE: run.id, **(prepare(run) if prepare else {})}
+            write_json(run.folder / "env.json", Private(argv=argv, env=env, lock=str(lock) if lock else None))
+            write_json(run.folder / "spec.json", spec)
+            self._supervise(run, spec, lock)
+        except (OSError, DumpError) as error:
+            _remove(run, spec)
+            why = str(error) if isinstance(error, DumpError) else f"{error.filename or run.folder}: {error.strerror}"
+            raise UsageError(f"{kind} could not be started: {why}; make room there, or let us write there") from error
+        return run
+
+    def _supervise(self, run: Run, spec: Spec, lock: Path | None) -> None:
+        """Start the supervisor and wait for its word."""
         with open(os.open(run.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
             supervisor = subprocess.Popen(
                 [sys.executable, "-P", "-m", "backends.runs", str(run.folder)],
@@ -294,15 +307,12 @@ class Runs:
         while run.running is None and supervisor.poll() is None:
             time.sleep(0.02)
         if supervisor.poll() == Locked.exit_code:
-            shutil.rmtree(run.folder)
-            if spec.dump_dir:
-                shutil.rmtree(spec.dump_dir, ignore_errors=True)
-            raise Locked(self._locked_by(port, lock))
+            _remove(run, spec)
+            raise Locked(self._locked_by(spec.port, lock))
         if run.running is None:
-            write_json(run.folder / "exit.json", _ended(supervisor.wait()))
-            raise RunDied(f"{kind} could not be started: {_tail(run.log)}")
+            _write_exit(run.folder, supervisor.wait())
+            raise RunDied(f"{spec.kind} could not be started: {_tail(run.log)}")
         threading.Thread(target=supervisor.wait, daemon=True).start()  # so that it leaves no zombie
-        return run
 
     def _locked_by(self, port: int | None, lock: Path | None) -> str:
         holder = next((run for run in self.all("server") if run.spec.port == port and run.alive()), None)
@@ -333,18 +343,22 @@ def supervise(folder: Path) -> int:
     except OSError as error:
         print(f"layertap: {private.argv[0]}: {error.strerror}", file=sys.stderr, flush=True)  # noqa: T201
         return 127
-    write_json(
-        folder / "run.json",
-        Running(
-            id=run.id,
-            supervisor=Process.of(os.getpid()),
-            child=Process.of(child.pid),
-            boot=boot_id(),
-            machine=machine_id(),
-            started=time.time(),
-        ),
+    events.append(folder, "started", child=child.pid, supervisor=os.getpid())
+    running = Running(
+        id=run.id,
+        supervisor=Process.of(os.getpid()),
+        child=Process.of(child.pid),
+        boot=boot_id(),
+        machine=machine_id(),
+        started=time.time(),
     )
-    write_json(folder / "exit.json", _ended(child.wait()))
+    try:
+        write_json(folder / "run.json", running)
+    except OSError:  # nobody would ever find it
+        child.kill()
+        child.wait()
+        raise
+    _write_exit(folder, child.wait())
     return 0
 
 
@@ -360,6 +374,7 @@ def stop(run: Run, why: str, first: signal.Signals = signal.SIGTERM) -> Stopped:
         raise UsageError(f"{run.id} runs on another machine that shares this home; stop it from there")
     if state in ("starting", "running"):  # of one that is dead already, it would hide how it ended
         write_json(run.folder / "stop.json", {"schema": SCHEMA, "why": why, "at": time.time()})
+        events.append(run.folder, "stop_asked", why=why)
     how = NOT_RUNNING
     known = {process.pid for process in run.processes()}
     running = run.running
@@ -389,7 +404,10 @@ def stop(run: Run, why: str, first: signal.Signals = signal.SIGTERM) -> Stopped:
     # Of a run that was over long ago, the port may be anybody's by now.
     if port is not None and how != NOT_RUNNING and not _until(lambda: port_free(port), PORT_SECONDS):
         left.append(f"port {port} is still open")
-    return Stopped(id=run.id, seconds=round(time.monotonic() - begun, 1), how=how, left=left)
+    made = Stopped(id=run.id, seconds=round(time.monotonic() - begun, 1), how=how, left=left)
+    if how != NOT_RUNNING:
+        events.append(run.folder, "stopped", how=made.how, seconds=made.seconds, left=made.left)
+    return made
 
 
 def port_free(port: int) -> bool:
@@ -446,9 +464,11 @@ def _existing(pids: Iterable[int]) -> Iterator[psutil.Process]:
             yield psutil.Process(pid)
 
 
-def _ended(code: int) -> Exit:
-    """`code` as subprocess gives it: negative for a signal."""
-    return Exit(code=code if code >= 0 else None, signal=-code if code < 0 else None, at=time.time())
+def _write_exit(folder: Path, code: int) -> None:
+    """Write down how a run ended; `code` as subprocess gives it: negative for a signal."""
+    exit = Exit(code=code if code >= 0 else None, signal=-code if code < 0 else None, at=time.time())
+    events.append(folder, "ended", code=exit.code, signal=exit.signal)  # first: it is there for whoever sees exit.json
+    write_json(folder / "exit.json", exit)
 
 
 def _signal(pids: Iterable[int], number: signal.Signals) -> None:
@@ -464,6 +484,13 @@ def _until(true: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.1)
     return True
+
+
+def _remove(run: Run, spec: Spec) -> None:
+    """Leave nothing of a run that did not come to be."""
+    for folder in (str(run.folder), spec.dump_dir):
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _title(process: psutil.Process) -> str:

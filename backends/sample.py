@@ -12,14 +12,14 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from backends.errors import UsageError
-from backends.gpus import Gpus, GpuSample
+from backends.gpus import Gpu, Gpus, GpuSample
 from backends.processes import ProcessSample, Rate, RunProcesses
 from backends.runs import Run, Runs
 from capture.dump import DumpError, Journal, TapState, read_tap
@@ -141,6 +141,12 @@ class Sampler:
                 runs=self._live.look(),
             )
             return dict(msgspec.to_builtins(sample))
+
+    def gpus(self, ours: Collection[int]) -> list[Gpu]:
+        """The GPUs now, as far as they can be read; `ours` are the processes of the run that is asked about."""
+        with self._lock:
+            sample = self._gpus.ask(set(ours))
+            return sample.gpus if sample else []
 
     def _watch(self, run_id: str) -> RunWatch:
         if run_id not in self._watches:

@@ -112,8 +112,8 @@ MARKERS = (
     _marker("ready", "The server is fired up", r"The server is fired up and ready to roll!"),
 )
 
-_ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-_PREFIX = re.compile(
+ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+PREFIX = re.compile(
     r"\[(?P<stamp>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d+)?"
     r"(?P<rank>(?: (?:DP|PP|ATTN_CP|MOE_DP|TP|EP)\d+)*)\] (?:(?:INFO|WARNING|ERROR|CRITICAL):\s+)?"
 )
@@ -127,12 +127,15 @@ class Startup:
     `lines` counts newlines and `last_stamp` is the newest time stamp in epoch seconds. `ready` says that SGLang
     logged that it is up, which is not proof: with its port taken by another SGLang it logs that too. `effective` holds
     what the server said of itself, by name with the unit at its end (`weights_gb`, `max_total_num_tokens`, `tp_size`).
+    `crashed_line` is the number of the line that `crashed` comes from, and `crashed_at` its time in epoch seconds.
     """
 
     def __init__(self) -> None:
         self.lines = 0
         self.last_stamp: float | None = None
         self.ready = False
+        self.crashed_line: int | None = None
+        self.crashed_at: float | None = None
         self.effective: dict[str, int | float | str] = {}
         self._phases: dict[str, Phase] = {}
         self._rank_steps: dict[str, int] = {}
@@ -141,12 +144,13 @@ class Startup:
 
     def feed(self, text: str) -> None:
         """Take the next part of the log, cut behind a newline or, to see a bar move, a `\\r`; colours are ignored."""
-        self.lines += text.count("\n")
         if "\x1b" in text:
-            text = _ANSI.sub("", text)
-        for line in text.replace("\r", "\n").split("\n"):
-            if line:
-                self._line(line)
+            text = ANSI.sub("", text)
+        *whole, rest = text.split("\n")
+        for line in whole:
+            self.lines += 1
+            self._parts(line, self.lines)
+        self._parts(rest, self.lines + 1)
 
     @property
     def phases(self) -> list[Phase]:
@@ -180,13 +184,27 @@ class Startup:
         """
         return self._crash.cause
 
-    def _line(self, line: str) -> None:
+    @property
+    def stopping(self) -> bool:
+        """Whether the log says that the server was told to stop."""
+        return self._crash.stopping
+
+    def _parts(self, line: str, number: int) -> None:
+        """A line, which a bar's carriage returns may divide."""
+        for part in line.split("\r") if "\r" in line else (line,):
+            if part:
+                self._line(part, number)
+
+    def _line(self, line: str, number: int) -> None:
         rank, message = "", line
-        prefix = _PREFIX.match(line)
+        prefix = PREFIX.match(line)
         if prefix is not None:
             rank, message = prefix["rank"].strip(), line[prefix.end() :]
             self._stamp(prefix["stamp"])
+        before = self._crash.cause
         self._crash.line(message, stamped=prefix is not None, starting=not self._phases)
+        if self._crash.cause is not before:
+            self.crashed_line, self.crashed_at = number, self.last_stamp
         if not self.ready:
             self._mark(rank, message)
 
@@ -295,7 +313,7 @@ class _Crash:
         self._cause_from: _Traceback | None = None
         self._open: _Traceback | None = None
         self._suspect: str | None = None
-        self._stopping = False
+        self.stopping = False
 
     def line(self, message: str, *, stamped: bool, starting: bool) -> None:
         """Take one line without its prefix. `starting`: the launcher has not come as far as its arguments."""
@@ -303,7 +321,7 @@ class _Crash:
             # Another rank's line may fall between a traceback's frames, but not behind its exception.
             if self._open is not None and not self._open.in_frames:
                 self._open = None
-            self._stopping = self._stopping or message.startswith(_STOPPING)
+            self.stopping = self.stopping or message.startswith(_STOPPING)
         elif self._in_traceback(message, starting):
             return
         if any(needle in message for needle in _NEEDLES):
@@ -350,8 +368,8 @@ class _Crash:
 
     def _blame(self, cause: str, trace: _Traceback | None = None) -> None:
         """Take `cause` unless a better one stands; the last exception of a chained traceback replaces its first."""
-        self._stopping = self._stopping or bool(_BY_SIGTERM.search(cause))
-        if self._stopping:
+        self.stopping = self.stopping or bool(_BY_SIGTERM.search(cause))
+        if self.stopping:
             return
         same_chain = trace is not None and trace is self._cause_from
         if self.cause is None or same_chain or (_ECHO.search(self.cause) and not _ECHO.search(cause)):

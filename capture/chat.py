@@ -271,8 +271,8 @@ def _join_parts(message: Message) -> Message:
     return {**message, "content": " ".join(part["text"] for part in content)}
 
 
-def render_mask(ids: list[int], mask: list[int], tokenizer: Any, limit: int = 400) -> str:
-    """A row as one line of text with what is in the loss in brackets; newlines show as ⏎.
+def mask_parts(ids: list[int], mask: list[int], tokenizer: Any, limit: int = 400) -> list[tuple[str, bool]]:
+    """A row as text in stretches, each with whether it is in the loss; newlines show as ⏎.
 
     `limit` is about how many characters: where the row has more, long stretches lose their middle, and stretches past
     the limit are left out, each time for a `…`.
@@ -282,14 +282,20 @@ def render_mask(ids: list[int], mask: list[int], tokenizer: Any, limit: int = 40
     if sum(map(len, texts)) > limit:
         share = max(60, limit // len(texts))
         texts = [_shorten(text, share) for text in texts]
-    shown, length = [], 0
+    shown: list[tuple[str, bool]] = []
+    length = 0
     for (start, _), text in zip(spans, texts, strict=True):
         if length > limit:
-            shown.append("…")
+            shown.append(("…", False))
             break
-        shown.append(f"[{text}]" if mask[start] else text)
+        shown.append((text, bool(mask[start])))
         length += len(text)
-    return "".join(shown)
+    return shown
+
+
+def bracketed(parts: list[tuple[str, bool]]) -> str:
+    """What `mask_parts` made as one line, what is in the loss in brackets."""
+    return "".join(f"[{text}]" if in_loss else text for text, in_loss in parts)
 
 
 def _spans(mask: list[int]) -> list[tuple[int, int]]:

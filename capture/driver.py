@@ -38,6 +38,7 @@ COMMIT_SECONDS = 0.25
 REPORT_SECONDS = 0.5
 DRAIN_SECONDS = 30.0
 FAILURES_SHOWN = 20
+SAMPLE_EVENTS = 300  # retries and failures that the run's history has; the log has all
 
 
 class ExtractJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,18 +89,21 @@ class Progress(msgspec.Struct, kw_only=True):
     failures: list[verify.Failure] = []
 
 
-def extract(job: ExtractJob, report: Callable[[Any], None], say: Callable[[str], None]) -> int:
+Tell = Callable[..., None]  # event, and its facts by name
+
+
+def extract(job: ExtractJob, report: Callable[[Any], None], say: Callable[[str], None], tell: Tell) -> int:
     """Run an extraction to its end; returns the exit code (0 all written, 1 some failed).
 
-    `report` gets a `Progress` now and then, `say` a sentence for the log. Raises ManifestError, LedgerError,
-    InputError, Busy, NotSafe, ServerGone or Stop.
+    `report` gets a `Progress` now and then, `say` a sentence for the log, `tell` an event. Raises UnknownFormat,
+    ManifestError, LedgerError, InputError, Busy, NotSafe, ServerGone or Stop.
     """
     output = Path(job.output)
     _check_output(job, output, say)
     output_lock = lock(output / ".lock", f"another extraction writes to {output}")
     server_lock = lock(Path(job.lock), f"another job draws from the server {job.server.run}")
     try:
-        extraction = Extraction(job, output, report, say)
+        extraction = Extraction(job, output, report, say, tell)
         extraction.prepare()
         return asyncio.run(extraction.drive())
     except (OSError, sqlite3.OperationalError) as error:
@@ -135,9 +139,11 @@ class Extraction:
     """One run of the driver."""
 
     def __init__(
-        self, job: ExtractJob, output: Path, report: Callable[[Any], None], say: Callable[[str], None]
+        self, job: ExtractJob, output: Path, report: Callable[[Any], None], say: Callable[[str], None], tell: Tell
     ) -> None:
-        self.job, self.output, self.report, self.say = job, output, report, say
+        self.job, self.output, self.report, self.say, self.tell = job, output, report, say, tell
+        self.told: set[gate.Finding] = set()
+        self.sample_events = 0
         self.progress = Progress(phase="preparing", output=str(output))
         self.begun = time.monotonic()
         self.changes: list[Change] = []
@@ -152,9 +158,7 @@ class Extraction:
         assert tap.layers is not None
         self.tap, self.boundaries = tap, tap.layers.boundaries
         for name in self.job.formats:
-            if name not in formats.FORMATS:
-                raise manifest.ManifestError(f"no format is called {name!r}; there are {', '.join(formats.FORMATS)}")
-            if reason := formats.FORMATS[name].refuse(tap.dtype, len(self.boundaries)):
+            if reason := formats.find(name).refuse(tap.dtype, len(self.boundaries)):
                 raise manifest.ManifestError(f"--format {name}: {reason}")
         tokenizer = rows.load_tokenizer(self.job.server.model, self.job.server.trust_remote_code)
         self.manifest = self._make_manifest(info, tokenizer)
@@ -163,13 +167,26 @@ class Extraction:
         self._pass_gate(self.ledger.longest())
         self.ledger.reopen()
         self._count()
+        now = self.progress
+        self.tell(
+            "prepared",
+            resumed=self.resumed,
+            samples=now.samples,
+            written=now.written,
+            bad_rows=now.bad_rows,
+            overlong_rows=now.overlong_rows,
+        )
 
     def _pass_gate(self, longest: int | None) -> tuple[dump.TapState, dict[str, Any]]:
         tap, info = dump.read_tap(Path(self.job.server.dump_dir)), self.job.server.info()
         findings = gate.check(info, tap, gate.Expected(code_hash(), self.job.server.model, longest))
+        new = [finding for finding in findings if finding not in self.told]
+        self.told.update(new)
+        for finding in new:
+            self.tell("gate", **msgspec.structs.asdict(finding))
         if refusal := gate.refusal(findings):
             raise NotSafe(refusal)
-        for finding in findings:
+        for finding in new:
             self.say(f"warning: {finding.what}; {finding.remedy}")
         assert tap is not None
         return tap, info
@@ -192,7 +209,8 @@ class Extraction:
             formats=sorted(self.job.formats),
         )
         created, input_hash = time.time(), ""
-        if (self.output / "manifest.json").exists():
+        self.resumed = (self.output / "manifest.json").exists()
+        if self.resumed:
             earlier = manifest.read_manifest(self.output)
             manifest.require_same(earlier.settings, settings, self.output)
             created, input_hash = earlier.created, earlier.input_hash
@@ -319,6 +337,7 @@ class Extraction:
         for attempt in range(ATTEMPTS):
             if attempt:
                 self.say(f"sample {sample.number} is drawn again: {reason}")
+                self._tell_of_sample("retry", sample=sample.number, reason=reason)
                 await asyncio.sleep(BACK_OFF * 4 ** (attempt - 1))
             if self.stopping:
                 return
@@ -351,6 +370,14 @@ class Extraction:
         failure = verify.Failure(sample.number, None, reason)
         self.progress.failures = [failure, *self.progress.failures][:FAILURES_SHOWN]
         self.say(f"sample {sample.number} ({sample.file}:{sample.line}) failed: {reason}")
+        self._tell_of_sample("failed", sample=sample.number, file=sample.file, line=sample.line, reason=reason)
+
+    def _tell_of_sample(self, event: str, **facts: Any) -> None:
+        self.sample_events += 1
+        if self.sample_events <= SAMPLE_EVENTS:
+            self.tell(event, **facts)
+        elif self.sample_events == SAMPLE_EVENTS + 1:
+            self.tell("log_only", most=SAMPLE_EVENTS)
 
     async def _draw(self, number: int, attempt: int, ids: list[int]) -> tuple[str, Path]:
         """Draw a dump; where no arena slot was free for it, wait until there is one and ask again."""

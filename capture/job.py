@@ -19,8 +19,9 @@ from typing import Any
 
 import msgspec
 
-from capture import code_hash, draw, driver, dump, formats, gate, ledger, manifest, plan, rows, verify
+from capture import code_hash, draw, driver, dump, events, formats, gate, ledger, manifest, measure, plan, rows, verify
 from capture.chat import InputError
+from capture.inspect_sample import inspect_sample
 from capture.rows import RowOptions
 from capture.server import Server, ServerGone
 
@@ -28,7 +29,7 @@ EXIT_CODES: list[tuple[type[BaseException] | tuple[type[BaseException], ...], in
     (draw.Busy, 7),
     (driver.NotSafe, 6),
     (ServerGone, 9),
-    ((InputError, manifest.ManifestError, ledger.LedgerError, dump.DumpError), 2),
+    ((InputError, formats.UnknownFormat, manifest.ManifestError, ledger.LedgerError, dump.DumpError), 2),
     (draw.DrawError, 1),
     (verify.VerificationError, 1),
 ]
@@ -61,9 +62,22 @@ class VerifyJob(msgspec.Struct, frozen=True, kw_only=True):
     output: str
 
 
+class SampleJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A sample of a dataset to look at; see `inspect_sample`."""
+
+    output: str
+    number: int
+    trusted_model: str | None = None
+
+
 def report(progress: Any) -> None:
     """Renew progress.json."""
     dump.write_json(Path("progress.json"), progress)
+
+
+def tell(event: str, **facts: Any) -> None:
+    """Add an event to the run's history."""
+    events.append(Path(), event, **facts)
 
 
 def say(text: str) -> None:
@@ -128,12 +142,10 @@ async def _try(
 
 def run_plan(job: PlanJob) -> tuple[int, Any]:
     """Read and tokenise the rows and say what extracting them would take."""
-    for name in job.formats:
-        if name not in formats.FORMATS:
-            raise InputError(f"no format is called {name!r}; there are {', '.join(formats.FORMATS)}")
+    chosen = {name: formats.find(name) for name in job.formats}
     hidden, itemsize = model_size(job.model)
     tokenizer = rows.load_tokenizer(job.model, job.trust_remote_code)
-    sizes = {name: float(formats.FORMATS[name].bytes_per_token(hidden, job.layers, itemsize)) for name in job.formats}
+    sizes = {name: float(found.bytes_per_token(hidden, job.layers, itemsize)) for name, found in chosen.items()}
     made = plan.make_plan(
         rows.tokenise(job.rows, tokenizer, job.options, vocab_size=len(tokenizer)),
         sizes,
@@ -171,6 +183,17 @@ def run_verify(job: VerifyJob) -> tuple[int, Any]:
     return (1 if made.failed else 0), made
 
 
+def run_sample(job: SampleJob) -> tuple[int, Any]:
+    """Look at one sample."""
+    seen = inspect_sample(Path(job.output), job.number, job.trusted_model)
+    return (1 if seen.failures else 0), seen
+
+
+def run_doctor(job: measure.MeasureJob) -> tuple[int, Any]:
+    """Measure disks and GPUs; what the figures mean, the doctor says."""
+    return 0, measure.measure(job, say, report)
+
+
 def run_extract(job: driver.ExtractJob) -> tuple[int, Any]:
     """Run an extraction; its result is its last progress."""
     seen: list[Any] = []
@@ -179,7 +202,7 @@ def run_extract(job: driver.ExtractJob) -> tuple[int, Any]:
         seen[:] = [progress]
         report(progress)
 
-    return driver.extract(job, keep, say), seen[0]
+    return driver.extract(job, keep, say, tell), seen[0]
 
 
 JOBS: dict[str, tuple[Any, Callable[[Any], tuple[int, Any]]]] = {
@@ -187,7 +210,10 @@ JOBS: dict[str, tuple[Any, Callable[[Any], tuple[int, Any]]]] = {
     "plan": (PlanJob, run_plan),
     "extract": (driver.ExtractJob, run_extract),
     "verify": (VerifyJob, run_verify),
+    "sample": (SampleJob, run_sample),
+    "doctor": (measure.MeasureJob, run_doctor),
 }
+COUNTS = ("rows", "samples", "written", "verified", "failed", "bad", "bad_rows", "seconds")  # of whichever result
 
 
 def main(kind: str) -> int:
@@ -199,16 +225,22 @@ def main(kind: str) -> int:
     try:
         code, result = run(job)
     except driver.Stop as error:
+        tell("error", reason=str(error))
         code, result = error.exit_code, {"error": str(error)}
     except KeyboardInterrupt:
+        tell("error", reason="it was asked to stop")
         code, result = 130, {"error": "it was asked to stop"}
     except Exception as error:
         known = next((code for kinds, code in EXIT_CODES if isinstance(error, kinds)), None)
+        tell("server_lost" if isinstance(error, ServerGone) else "error", reason=str(error) or type(error).__name__)
         if known is None:
             raise  # the log gets the traceback, exit.json the code
         code, result = known, {"error": str(error)}
     if isinstance(result, dict) and "error" in result:
         say(result["error"])
+    else:
+        counts = msgspec.to_builtins(result)
+        tell("finished", **{name: counts[name] for name in COUNTS if name in counts})
     dump.write_json(Path("result.json"), result)
     return code
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from capture.chat import render_mask
+from capture.chat import bracketed, mask_parts
 from capture.rows import BadRow, Row, Skipped
 
 SHOWN = 20
@@ -23,10 +23,11 @@ PROGRESS_EVERY = 500
 
 
 class Preview(msgspec.Struct):
-    """One row as text, what is in the loss in brackets (see `render_mask`)."""
+    """One row as text, what is in the loss in brackets, and as stretches with whether each is in the loss."""
 
     line: int
     text: str
+    parts: list[tuple[str, bool]]
 
 
 class Plan(msgspec.Struct):
@@ -152,8 +153,13 @@ def make_plan(
         free_bytes=free,
         fits=None if free is None else sum(total_bytes.values()) <= free,
         output=None if output is None else str(output),
-        preview=Preview(shown.line, render_mask(shown.ids, shown.mask, tokenizer)) if shown else None,
+        preview=_preview(shown, tokenizer) if shown else None,
     )
+
+
+def _preview(row: Row, tokenizer: Any) -> Preview:
+    parts = mask_parts(row.ids, row.mask, tokenizer)
+    return Preview(row.line, bracketed(parts), parts)
 
 
 def _keep(shown: list[Any], item: Any) -> None:

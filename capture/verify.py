@@ -121,7 +121,7 @@ def verify_dataset(output: Path, progress: Callable[[int, int], None] | None = N
         with ThreadPoolExecutor(THREADS) as pool:
             for batch in _batches(ledger.samples(), 64):
                 checks = [(sample, ledger.files(sample.number), *ledger.tokens(sample)) for sample in batch]
-                for found in pool.map(lambda check: list(_check_sample(output, manifest, *check)), checks):
+                for found in pool.map(lambda check: list(check_sample(output, manifest, *check)), checks):
                     failures += found
                     failed.update(failure.sample for failure in found)
                 done += len(batch)
@@ -130,9 +130,10 @@ def verify_dataset(output: Path, progress: Callable[[int, int], None] | None = N
     return Report(SCHEMA, total, total - len(failed), len(failed), failures)
 
 
-def _check_sample(
+def check_sample(
     output: Path, manifest: Manifest, sample: Sample, files: list[WrittenFile], ids: list[int], mask: list[int]
 ) -> Iterable[Failure]:
+    """What is wrong with one sample, in each format of the dataset; nothing where all is well."""
     if sample.state != "written":
         why = f": {sample.reason}" if sample.reason else ""
         yield Failure(sample.number, None, f"it is not extracted, its state is {sample.state}{why}")

@@ -1,1 +1,3 @@
 """The two doors, on the operator's machine."""
+
+VERSION = "0.1.0"

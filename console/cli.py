@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
-from backends.errors import ExitCode, LayertapError, LeftBehind, NotReady, RunDied, UsageError
+from backends.errors import ExitCode, LayertapError, LeftBehind, RunDied, UsageError
+from console import VERSION
 
 if TYPE_CHECKING:
+    from console.demo import Follow, Say
     from console.session import Session
 
 DEFAULT_PORT = 30000
@@ -23,7 +25,7 @@ DEFAULT_PORT = 30000
 app = App(
     name="layertap",
     help="Verified EAGLE-3 training data out of a live SGLang server.",
-    version="0.1.0",
+    version=VERSION,
     help_format="plaintext",
     default_parameter=Parameter(negative_bool=(), negative_iterable=()),
 )
@@ -69,6 +71,29 @@ COMMON = Common()
 ROW_OPTIONS = RowOptions()
 
 
+@app.default
+def console(*, read_only: bool = False, port: int | None = None, common: Common = COMMON) -> int:
+    """Open the console on a host: link, server, GPUs, dumps and extraction live, and every verb by a key.
+
+    Args:
+        read_only: look, and change nothing.
+        port: port of the server, where several run.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError("the console needs a terminal; `layertap status --watch` follows without one")
+    from console import config
+    from console.tui.app import run
+
+    return run(
+        common.host,
+        config.load(common.config),
+        common.python,
+        common.accept_new_host_key,
+        read_only=read_only,
+        port=port,
+    )
+
+
 @app.command
 def launch(
     profile: str,
@@ -104,15 +129,15 @@ def launch(
     """
     from backends import sglang
     from console import headless, words
+    from console.launching import layer_choice, pairs, shown
 
     given = {"boundaries": boundaries, "outputs": outputs, "eagle_ids": eagle_ids, "draft": draft}
-    overrides = sglang.Overrides(args=_pairs(set, "--set"), env=_pairs(env, "--env"))
+    overrides = sglang.Overrides(args=pairs(set, "--set"), env=pairs(env, "--env"))
     with _session(common) as session:
         merged = session.plan_launch(profile, model, port, overrides)
-        layers = _layers({key: value for key, value in given.items() if value is not None}, merged.layers)
+        layers = layer_choice({key: value for key, value in given.items() if value is not None}, merged.layers)
         if dry_run:
-            shown = _shown_launch(merged, layers.words())
-            headless.out(shown, common.json, words.launch)
+            headless.out(shown(merged, layers.words()), common.json, words.launch)
             return ExitCode.OK
         if danger := session.hello["danger"]:
             headless.say(f"warning: {danger}")
@@ -128,10 +153,10 @@ def launch(
             return ExitCode.INTERRUPTED
         headless.out(status, common.json, words.server)
         verdict = status["verdict"]["verdict"]
-        if verdict == "starting":
+        if verdict in ("starting", "slow_but_fine", "hang_suspected"):
             headless.say(f"not ready after {timeout:g} s; it goes on, `layertap status --watch` follows it")
             return ExitCode.TIMEOUT
-        return ExitCode.OK if verdict == "healthy" else ExitCode.NOT_READY
+        return ExitCode.OK if verdict in ("healthy", "degraded") else ExitCode.NOT_READY
 
 
 @app.command
@@ -140,23 +165,31 @@ def status(*, port: int | None = None, watch: bool = False, common: Common = COM
 
     Args:
         port: port of the server, where several run.
-        watch: show it again every second until Ctrl+C.
+        watch: show it again every second until Ctrl+C, also while the link is down.
     """
     from console import headless, words
+    from console.feed import Feed
 
     with _session(common) as session:
-        while True:
-            now = session.snapshot(port)
-            headless.out(now, common.json, words.snapshot)
-            if not watch:
-                break
+        now = session.snapshot(port)
+        headless.out(now, common.json, words.snapshot)
+        if watch:
+            feed = Feed(common.host, lambda _: session, port, last=now, logs=False)
+            feed.start()
             try:
-                time.sleep(1)
+                while True:
+                    time.sleep(1)
+                    headless.out(feed.snapshot(), common.json, words.snapshot)
             except KeyboardInterrupt:
                 return ExitCode.INTERRUPTED
         if now["server"] is None:
             raise RunDied("no server of ours ever ran here; `layertap launch` one")
-        codes = {"crashed": ExitCode.RUN_DIED, "stopped": ExitCode.RUN_DIED, "unknown": ExitCode.NOT_READY}
+        codes = {
+            "crashed": ExitCode.RUN_DIED,
+            "stopped": ExitCode.RUN_DIED,
+            "unknown": ExitCode.NOT_READY,
+            "hang_suspected": ExitCode.NOT_READY,
+        }
         return codes.get(now["server"]["verdict"]["verdict"], ExitCode.OK)
 
 
@@ -192,6 +225,73 @@ def logs(
 
 
 @app.command
+def doctor(
+    *,
+    active: bool = False,
+    profile: str | None = None,
+    model: str | None = None,
+    output: Path | None = None,
+    port: int = DEFAULT_PORT,
+    common: Common = COMMON,
+) -> int:
+    """Check a host before a launch, and say what to do; exit 1 where something fails. Changes nothing.
+
+    Args:
+        active: measure too, in a minute or two: writing to disk, copies to the GPUs, an all-reduce over them.
+        profile: one that will be launched; its arguments, GPUs and settings of NCCL are then looked at.
+        model: folder of the model on the host.
+        output: folder that a dataset will go to; what it takes is known from the newest plan for it.
+        port: port that a server will have.
+    """
+    from console import headless, words
+    from console.doctor import Wanted, examine, measured, measuring
+
+    with _session(common) as session:
+        wanted = Wanted(profile, model, port, _path(output, common) if output else None)
+        report = examine(session, wanted)
+        if active:
+            run = session.start("doctor", measuring(session, wanted))
+            run = headless.follow_job(session, run["id"], lambda now: f"{now['what']} …")
+            report = measured(session, report, session.finish(run)[1])
+        headless.out(report, common.json, words.doctor)
+        return ExitCode.NOT_VERIFIED if report["counts"]["fail"] else ExitCode.OK
+
+
+@app.command
+def stacks(run: str | None = None, *, port: int | None = None, common: Common = COMMON) -> int:
+    """Read where every rank, the detokenizer and the launcher of a server stand, and which rank differs.
+
+    Args:
+        run: id of a server run; without it, the live server.
+        port: port of the server, where several run.
+    """
+    from console import headless, words
+
+    with _session(common) as session:
+        run_id = run or session.host.request("server", port=port)["id"]
+        headless.out(session.host.request("stacks", run_id=run_id), common.json, words.stacks)
+        return ExitCode.OK
+
+
+@app.command
+def diagnose(file: Path, *, json: bool = False) -> int:
+    """Say what a server's log shows, without its host: what, since when, evidence, what to do; exit 1 where it is bad.
+
+    Args:
+        file: log of an SGLang server, on this machine.
+        json: print JSON.
+    """
+    import msgspec
+
+    from backends.log_report import report
+    from console import headless, words
+
+    made = report(file.expanduser(), time.time())
+    headless.out(msgspec.to_builtins(made), json, words.diagnosis)
+    return ExitCode.OK if made.fine else ExitCode.NOT_VERIFIED
+
+
+@app.command
 def hosts(*, common: Common = COMMON) -> int:
     """List the hosts that --host takes, and how each is: reached or not, its SGLang, its GPUs."""
     from concurrent.futures import ThreadPoolExecutor
@@ -207,19 +307,20 @@ def hosts(*, common: Common = COMMON) -> int:
 
 
 @app.command
-def runs(*, common: Common = COMMON) -> int:
-    """List the runs of the host, the newest first."""
-    from console import headless
+def runs(run: str | None = None, *, common: Common = COMMON) -> int:
+    """List the runs of the host, the newest first, or show one of them with what happened to it.
 
-    def lines(found: list[dict[str, Any]]) -> Iterator[str]:
-        for run in found:
-            ended = run["exit"]
-            how = "" if not ended else f" {ended['code']}" if ended["signal"] is None else f" signal {ended['signal']}"
-            yield f"{run['id']:<32} {run['state']}{how}"
+    Args:
+        run: id of a run, or its beginning.
+    """
+    from console import headless, words
 
     with _session(common) as session:
-        found = session.host.request("all")
-        headless.out({"schema": 1, "runs": found}, common.json, lambda _: lines(found))
+        if run:
+            headless.out(session.host.request("run", run_id=run), common.json, words.run)
+        else:
+            found = session.host.request("all")
+            headless.out({"schema": 1, "runs": found}, common.json, lambda _: map(words.run_line, found))
         return ExitCode.OK
 
 
@@ -268,7 +369,7 @@ def try_prompt(
         run = headless.follow_job(
             session, session.start("try", {"text": text, "chat": chat}, port)["id"], lambda _: "drawing …"
         )
-        code, result = headless.finish_job(session, run)
+        code, result = session.finish(run)
         headless.out(result, common.json, words.tried)
         return code
 
@@ -308,7 +409,7 @@ def plan(
             "options": _row_options(options, session),
         }
         run = headless.follow_job(session, session.start("plan", job)["id"], lambda now: f"{now['rows']:,} rows read …")
-        code, result = headless.finish_job(session, run)
+        code, result = session.finish(run)
         headless.out(result, common.json, words.plan)
         return code
 
@@ -350,7 +451,7 @@ def extract(
                 "output": place,
                 "formats": _formats(format, session),
                 "options": _row_options(options, session),
-                "layertap": app.version,
+                "layertap": VERSION,
                 "allow_volatile": allow_volatile,
             }
             run = session.start("extract", job, port)
@@ -376,7 +477,7 @@ def _follow_extraction(session: Session, run_id: str, as_json: bool, watch: bool
         headless.say(f"\n{run_id} goes on; the same command attaches to it again, `layertap stop {run_id}` stops it")
         return ExitCode.INTERRUPTED
     headless.ProgressLine.clear()
-    code, result = headless.finish_job(session, run)
+    code, result = session.finish(run)
     headless.out(result, as_json, lambda _: words.extraction(run))
     if result["bad_rows"]:
         headless.say(f"{result['bad_rows']} bad rows gave no sample; `layertap logs {run_id}` names them")
@@ -433,8 +534,29 @@ def verify(dataset: Path, *, common: Common = COMMON) -> int:
         run = headless.follow_job(
             session, session.start("verify", {"output": _path(dataset, common)})["id"], words.verifying
         )
-        code, result = headless.finish_job(session, run)
+        code, result = session.finish(run)
         headless.out(result, common.json, lines)
+        return code
+
+
+@app.command
+def sample(dataset: Path, number: int, *, trust_remote_code: bool = False, common: Common = COMMON) -> int:
+    """Show one sample token by token: the loss mask, the states' norms, odd rows; exit 1 where it is not verified.
+
+    Args:
+        dataset: folder of the dataset.
+        number: the sample's number.
+        trust_remote_code: let the model's own tokenizer code run.
+    """
+    from console import headless, words
+
+    with _session(common) as session:
+        place = _path(dataset, common)
+        model = session.host.request("dataset", path=place)["manifest"]["settings"]["model"]
+        job = {"output": place, "number": number, "trusted_model": model if trust_remote_code else None}
+        run = headless.follow_job(session, session.start("sample", job)["id"], lambda _: "reading …")
+        code, result = session.finish(run)
+        headless.out(result, common.json, words.sample)
         return code
 
 
@@ -443,106 +565,54 @@ def demo(
     output: Path = Path("layertap-demo"),
     *,
     profile: str = "embedded-kimi-k2_5",
+    headless: bool = False,
     common: Common = COMMON,
 ) -> int:
     """Run the main job on the embedded engine: launch, extract, verify, stop; on a CPU, in about a minute.
 
+    In a terminal the console shows it, and leaving that stops its server.
+
     Args:
         output: folder of the dataset; an earlier demo there is replaced.
         profile: one of the embedded profiles.
+        headless: in words only, also in a terminal.
     """
-    from backends import sglang
-    from console import headless, words
+    from console import config
+    from console.demo import Demo, code, lines
+    from console.headless import out, show_demo
 
-    with _session(common) as session:
-        place = _path(output, common)
-        merged = session.plan_launch(profile, None, session.host.request("free_port"), sglang.Overrides())
-        session.host.request("remove_demo", path=place)
-        server = session.launch(merged, _layers({}, merged.layers))
-        headless.say(f"launched {server['id']} ({profile}, SGLang {server['sglang']}) on port {server['port']}")
-        try:
-            status = headless.wait_ready(session, server["id"], 600)
-            if status["verdict"]["verdict"] != "healthy":
-                raise NotReady("\n".join(words.server(status)))
-            headless.say(f"ready; drawing {status['layers']}")
-            rows = f"{session.hello['payload_folder']}/host/backends/embedded/conversations.jsonl"
-            job: dict[str, Any] = {
-                "rows": rows,
-                "output": place,
-                "formats": ["native", "specforge"],
-                "options": {},
-                "layertap": app.version,
-                "allow_volatile": True,
-            }
-            run = session.start("extract", job, server["port"])
-            headless.say(f"extracting: {run['id']}")
-            _, drawn = headless.finish_job(session, headless.follow_job(session, run["id"], words.progress))
-            check = session.start("verify", {"output": place})
-            _, report = headless.finish_job(session, headless.follow_job(session, check["id"], words.verifying))
-        finally:
-            stopped = session.stop(server["id"], "the demo is over")
-        made = {
-            "schema": 1,
-            "output": place,
-            "written": drawn["written"],
-            "verified": report["verified"],
-            "failed": drawn["failed"] + report["failed"],
-            "server_stopped": not stopped["left"],
-        }
-        headless.out(
-            made,
-            common.json,
-            lambda made: [
-                f"demo: {made['written']} samples written, {made['verified']} verified, {made['failed']} failed; "
-                f"native and specforge in {made['output']}; server stopped in {stopped['seconds']} s"
-            ],
-        )
-        if stopped["left"]:
-            raise LeftBehind("; ".join(stopped["left"]))
-        return ExitCode.NOT_VERIFIED if made["failed"] or report["verified"] != drawn["samples"] else ExitCode.OK
+    def make(session: Session, say: Say, follow: Follow) -> Demo:
+        return Demo(session, _path(output, common), profile, VERSION, say, follow)
+
+    if headless or common.json or os.environ.get("CI") or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        with _session(common) as session:
+            outcome = show_demo(lambda say, follow: make(session, say, follow))
+    else:
+        from console.tui import demo
+        from console.tui.app import known_hosts
+
+        loaded = config.load(common.config)
+        hosts = known_hosts(loaded, common.python, common.accept_new_host_key)
+        outcome = demo.show(hosts, common.host, loaded.console, make)
+    out(outcome, common.json, lines)
+    return code(outcome)
 
 
 @contextmanager
 def _session(common: Common) -> Iterator[Session]:
     """A session with the host that is meant."""
-    from backends.sglang import load_profiles
     from console import config
-    from console.hosts import connect
-    from console.session import Session
+    from console.hosts import open_session, terminal
 
-    loaded = config.load(common.config)
-    profiles = load_profiles(loaded.profile)
-    host = connect(common.host, loaded, common.python, common.accept_new_host_key)
+    session = open_session(
+        common.host, config.load(common.config), common.python, common.accept_new_host_key, terminal()
+    )
     try:
-        for note in host.state.notes:
+        for note in session.host.state.notes:
             sys.stderr.write(f"layertap: {note}\n")
-        dump_dir = loaded.host.get(common.host, config.HostConfig()).dump_dir
-        yield Session(host, profiles, dump_dir, loaded.extract)
+        yield session
     finally:
-        host.close()
-
-
-def _pairs(words: list[str], option: str) -> dict[str, Any]:
-    """`NAME=VALUE` words; a bare NAME is a flag that is on, NAME=unset takes one away."""
-    pairs: dict[str, Any] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not name:
-            raise UsageError(f"{option} {word!r}: expected NAME=VALUE")
-        pairs[name] = {"true": True, "false": False}.get(value, value) if equals else True
-    return pairs
-
-
-def _layers(given: dict[str, Any], of_profile: dict[str, Any] | None) -> Any:
-    from capture.layers import LayerChoice
-
-    chosen = given or of_profile
-    if not chosen:
-        raise UsageError("say which layers: --boundaries, --outputs, --eagle-ids or --draft; no profile guesses them")
-    try:
-        return LayerChoice(**chosen)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+        session.host.close()
 
 
 def _formats(asked: str | None, session: Session) -> list[str]:
@@ -559,27 +629,6 @@ def _row_options(options: RowOptions, session: Session) -> dict[str, Any]:
         "max_length": options.max_length or defaults.max_length,
         "overlong": options.overlong or defaults.overlong,
         "last_turn_only": options.last_turn_only,
-    }
-
-
-def _shown_launch(merged: Any, layers: str) -> dict[str, Any]:
-    from backends.sglang import masked
-
-    def lines(found: list[Any]) -> list[list[Any]]:
-        shown = []
-        for line in found:
-            value = line.value if line.value is True else masked(line.name, line.value)
-            shown.append([line.name, value, f"{line.why} [{line.source}]".lstrip()])
-        return shown
-
-    return {
-        "schema": 1,
-        "profile": merged.profile,
-        "sglang": merged.version,
-        "model": merged.model,
-        "layers": layers,
-        "args": lines(merged.args),
-        "env": lines(merged.env),
     }
 
 

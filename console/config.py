@@ -35,12 +35,24 @@ class ExtractConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ren
     overlong: Literal["skip", "truncate"] = "skip"
 
 
+class ConsoleConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[console]`: how the console looks, and which keys do what.
+
+    `keymap` has other keys for commands by their ids (`"server.stop" = "ctrl+k"`); the help lists the ids' commands.
+    """
+
+    theme: str = "layertap-dark"
+    animations: bool = True
+    keymap: dict[str, str] = {}
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file. A profile's table is checked where profiles are merged."""
 
     host: dict[str, HostConfig] = {}
     profile: dict[str, dict[str, Any]] = {}
     extract: ExtractConfig = ExtractConfig()
+    console: ConsoleConfig = ConsoleConfig()
 
 
 def load(path: Path | None) -> Config:
@@ -69,6 +81,7 @@ def _suggestion(error: str) -> str:
     if "unknown field" not in error:
         return ""
     word = error.split("`")[1]
-    kind = HostConfig if "`$.host" in error else ExtractConfig if "`$.extract" in error else Config
+    kinds: dict[str, type[msgspec.Struct]] = {"host": HostConfig, "extract": ExtractConfig, "console": ConsoleConfig}
+    kind = next((kind for table, kind in kinds.items() if f"`$.{table}" in error), Config)
     close = difflib.get_close_matches(word, kind.__struct_encode_fields__, 1)
     return f"; did you mean `{close[0]}`?" if close else ""

@@ -9,13 +9,10 @@ from typing import Any
 
 import msgspec
 
-from backends.errors import OurBug, RunDied, by_code
 from backends.logs import LogCursor
-from backends.sglang import mask_text
 from console import words
+from console.demo import Demo
 from console.session import Session
-
-LOG_SHOWN = 4000  # bytes of a failed job's log
 
 
 def out(data: Any, as_json: bool, text: Callable[[Any], Iterable[str]]) -> None:
@@ -55,17 +52,28 @@ class ProgressLine:
             cls.shown = 0
 
 
-def wait_ready(session: Session, run_id: str, seconds: float) -> dict[str, Any]:
-    """Follow a launch with its phases; returns the last status, healthy or not."""
-    last = ""
-    status: dict[str, Any] = {}
-    for status in session.follow_launch(run_id, seconds):
+class StartNarration:
+    """Tells a launch: a line a phase, and how long it has been in it."""
+
+    def __init__(self) -> None:
+        self.last = ""
+
+    def show(self, status: dict[str, Any]) -> None:
+        """Take in the server's status."""
         phase = status["phase"] or "starting"
-        if phase != last:
+        if phase != self.last:
             say(f"  {phase.replace('_', '-')} …")
-            last = phase
+            self.last = phase
         silent = next((line for line in status["verdict"]["evidence"] if line.startswith("log silent")), "")
         ProgressLine.show(f"  {phase.replace('_', '-')} for {words.duration(status['phase_seconds'])}  {silent}")
+
+
+def wait_ready(session: Session, run_id: str, seconds: float) -> dict[str, Any]:
+    """Follow a launch with its phases; returns the last status, healthy or not."""
+    narration = StartNarration()
+    status: dict[str, Any] = {}
+    for status in session.follow_launch(run_id, seconds):
+        narration.show(status)
     ProgressLine.clear()
     return status
 
@@ -85,21 +93,24 @@ def follow_job(session: Session, run_id: str, line: Callable[[dict[str, Any]], s
     return run
 
 
-def finish_job(session: Session, run: dict[str, Any]) -> tuple[int, Any]:
-    """An ended job's exit code and result.
+def show_demo(make: Callable[[Callable[[str], None], Callable[[dict[str, Any]], None]], Demo]) -> dict[str, Any]:
+    """Run a demo to its end, and stop it whatever happens; returns its outcome."""
+    narration = StartNarration()
 
-    Raises the LayertapError that it met, RunDied where it was killed before it could say anything.
-    """
-    ended, result = run["exit"], run["result"]
-    code = ended["code"] if ended else None
-    if isinstance(result, dict) and "error" in result and code:
-        raise by_code(code, result["error"])
-    if code is None:
-        how = f"by signal {ended['signal']}" if ended else "and could not write down how"
-        raise RunDied(f"the run {run['id']} was ended {how}; give the same command again, nothing is lost")
-    if result is None:
-        raise OurBug(f"the run {run['id']} failed:\n{mask_text(session.log_end(run['log'], LOG_SHOWN).strip())}")
-    return code, result
+    def follow(run: dict[str, Any]) -> None:
+        if "phases" in run:
+            narration.show(run)
+        elif run["progress"]:
+            line = words.progress if run["kind"] == "extract" else words.verifying
+            ProgressLine.show(line(run["progress"]))
+
+    demo = make(say, follow)
+    try:
+        demo.run()
+    finally:
+        ProgressLine.clear()
+        demo.stop()
+    return demo.outcome()
 
 
 def follow_log(session: Session, path: str, follow: bool) -> Iterator[bytes]:

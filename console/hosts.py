@@ -1,4 +1,4 @@
-"""From `--host NAME` to a live host: this machine, or one that `ssh` reaches."""
+"""From `--host NAME` to a live host and a session with it: this machine, or one that `ssh` reaches."""
 
 from __future__ import annotations
 
@@ -11,40 +11,63 @@ from typing import TYPE_CHECKING, Any
 
 from backends.errors import Interrupted, LayertapError
 from backends.host import Host, LocalHost, Reconnecting, find_python
+from backends.sglang import load_profiles
 from console.config import Config, HostConfig
+from console.session import Session
 
 if TYPE_CHECKING:
-    from backends.ssh import Question
+    from backends.ssh import Ask, Question
 
 LOCAL = "local"
 
 
-def connect(
-    name: str, config: Config, python: str | None, accept_new_host_key: str | None = None, *, asking: bool = True
-) -> Host:
-    """A live link to host `name`; one over SSH is dialled again whenever it breaks.
+def open_session(
+    name: str, config: Config, python: str | None, accept_new_host_key: str | None = None, ask: Ask | None = None
+) -> Session:
+    """A session with host `name`, as layertap.toml has it.
 
-    A question (host key, passphrase, password) is asked on the terminal where there is one, unless `asking` is off.
-    Raises ConnectionFailed, HostKeyRefused.
+    Raises what `connect` raises, and UsageError for a profile that is wrong.
+    """
+    profiles = load_profiles(config.profile)
+    host = connect(name, config, python, accept_new_host_key, ask)
+    try:
+        return Session(host, profiles, config.host.get(name, HostConfig()).dump_dir, config.extract)
+    except BaseException:
+        host.close()
+        raise
+
+
+def connect(
+    name: str, config: Config, python: str | None, accept_new_host_key: str | None = None, ask: Ask | None = None
+) -> Host:
+    """A live link to host `name`; it is dialled again whenever it breaks.
+
+    A question (host key, passphrase, password) goes to `ask`; without it, nobody is asked. Raises ConnectionFailed,
+    HostKeyRefused.
     """
     found = config.host.get(name, HostConfig())
     python = python or found.python
     if name == LOCAL:
-        return LocalHost(find_python(python))
+        local = find_python(python)
+        return Reconnecting(lambda: LocalHost(local))
     from backends.ssh import SshHost, remembering
     from backends.ssh_config import resolve
 
-    person = asking and sys.stdin.isatty() and sys.stderr.isatty()
-    ask = remembering(ask_on_terminal) if person else None
+    remembered = remembering(ask) if ask else None
     return Reconnecting(
         lambda: SshHost(
             resolve(found.ssh or name, found.ssh_config),
             python=python,
             exec_prefix=found.exec_prefix,
-            ask=ask,
+            ask=remembered,
             accept_new_host_key=accept_new_host_key,
         )
     )
+
+
+def terminal() -> Ask | None:
+    """The person at the terminal, if there is one to ask."""
+    return ask_on_terminal if sys.stdin.isatty() and sys.stderr.isatty() else None
 
 
 def ask_on_terminal(question: Question) -> str | None:
@@ -76,7 +99,7 @@ def known(config: Config) -> list[str]:
 def look(name: str, config: Config, python: str | None) -> dict[str, Any]:
     """How a host is, asked once and nobody being asked anything; never raises."""
     try:
-        with contextlib.closing(connect(name, config, python, asking=False)) as host:
+        with contextlib.closing(connect(name, config, python)) as host:
             hello, sample = host.request("hello"), host.request("sample")
     except LayertapError as error:
         return {"name": name, "state": "failed", "why": str(error), "sglang": None, "gpus": None}

@@ -9,16 +9,24 @@ from typing import Any
 import msgspec
 
 from backends import sglang
-from backends.errors import NotReady, RunDied, UsageError
+from backends.errors import NotReady, OurBug, RunDied, by_code
 from backends.host import Host
 from backends.launch import Launching
 from backends.logs import LogCursor, PartHead, Step
+from backends.sglang import mask_text
 from capture.layers import LayerChoice
 from console.config import ExtractConfig
 
 SCHEMA = 1
 NO_DEFAULTS = ExtractConfig()
 POLL_SECONDS = 0.5
+LOG_SHOWN = 4000  # bytes of a failed job's log
+
+
+def empty_snapshot() -> dict[str, Any]:
+    """A snapshot of a host of which nothing is known yet."""
+    names = ("link", "host", "gpus", "server", "processes", "dumps", "extraction", "runs", "question", "trouble")
+    return {"schema": SCHEMA, "at": time.time(), "streams": []} | dict.fromkeys(names)
 
 
 class Session:
@@ -77,23 +85,22 @@ class Session:
         while True:
             status = self.status(run_id)
             yield status
-            settled = status["verdict"]["verdict"] in ("healthy", "crashed", "stopped")
+            verdict = status["verdict"]["verdict"]
+            # A suspected hang goes on being followed: it may be none. A degraded server that answers is up.
+            up = verdict == "degraded" and status["health"] == 200
+            settled = up or verdict in ("healthy", "crashed", "stopped")
             without_tap = status["phase"] == "ready" and not (status["tap"] and status["tap"]["inside"])
             if settled or without_tap or time.monotonic() > deadline:
                 return
             time.sleep(POLL_SECONDS)
 
     def newest_server(self, port: int | None = None) -> dict[str, Any]:
-        """The live server, else the one that ran last. Raises RunDied where none ever ran."""
-        runs = [run for run in self.host.request("all", kind="server") if port in (None, run["port"])]
-        live = [run for run in runs if run["state"] in ("running", "starting")]
-        if len(live) > 1:
-            ports = ", ".join(str(run["port"]) for run in live)
-            raise UsageError(f"servers run on ports {ports}; say which with --port")
-        if not runs:
+        """The live server, else the one that ran last. Raises RunDied where none ever ran, UsageError for several."""
+        found = self.host.request("newest_server", port=port)
+        if found is None:
             where = "" if port is None else f" on port {port}"
             raise RunDied(f"no server of ours ever ran here{where}; `layertap launch` one")
-        return self._dict((live or runs)[0])
+        return self._dict(found)
 
     def start(self, kind: str, job: dict[str, Any], port: int | None = None) -> dict[str, Any]:
         """Start a job."""
@@ -107,6 +114,22 @@ class Session:
             if run["state"] not in ("running", "starting"):
                 return
             time.sleep(POLL_SECONDS)
+
+    def finish(self, run: dict[str, Any]) -> tuple[int, Any]:
+        """An ended job's exit code and result.
+
+        Raises the LayertapError that it met, RunDied where it was killed before it could say anything.
+        """
+        ended, result = run["exit"], run["result"]
+        code = ended["code"] if ended else None
+        if isinstance(result, dict) and "error" in result and code:
+            raise by_code(code, result["error"])
+        if code is None:
+            how = f"by signal {ended['signal']}" if ended else "and could not write down how"
+            raise RunDied(f"the run {run['id']} was ended {how}; give the same command again, nothing is lost")
+        if result is None:
+            raise OurBug(f"the run {run['id']} failed:\n{mask_text(self.log_end(run['log'], LOG_SHOWN).strip())}")
+        return code, result
 
     def extraction(self, output: str | None = None) -> dict[str, Any] | None:
         """The newest extraction, into `output` if given."""
@@ -128,23 +151,22 @@ class Session:
         _, data = self.host.read(path, max(0, head["size"] - most), most)
         return data.decode(errors="replace")
 
-    def snapshot(self, port: int | None = None) -> dict[str, Any]:
-        """Everything that there is to show; None where unknown, no units inside strings."""
-        try:
-            server: dict[str, Any] | None = self.status(self.newest_server(port)["id"])
-        except RunDied:
-            server = None
-        sample = self.host.request("sample", run_id=server["id"] if server else None)
-        return {
-            "schema": SCHEMA,
-            "at": time.time(),
+    def snapshot(self, port: int | None = None, run_id: str | None = None) -> dict[str, Any]:
+        """Everything that there is to show; None where unknown, no units inside strings.
+
+        The server is that of `run_id`; else the live one, of `port` if given; else the one that ran last.
+        """
+        seen = self.host.request("overview", run_id=run_id, port=port)
+        sample = seen["sample"]
+        return empty_snapshot() | {
             "link": msgspec.to_builtins(self.host.state),
             "host": {key: self.hello[key] for key in ("host", "user", "python", "sglang")} | sample["host"],
             "gpus": sample["gpus"],
-            "server": server,
+            "server": seen["server"],
             "processes": sample["processes"],
             "dumps": sample["dumps"],
-            "extraction": self.extraction(),
+            "extraction": seen["extraction"],
+            "runs": sample["runs"],
         }
 
     @staticmethod

@@ -8,7 +8,33 @@ from collections.abc import Iterator
 from typing import Any
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-SIGNS = {"healthy": "+", "starting": "~", "crashed": "!", "stopped": "-", "unknown": "?"}
+EVENTS = {
+    "started": "started as process {child}, supervised by process {supervisor}",
+    "stop_asked": "asked to stop: {why}",
+    "prepared": "prepared: {samples:,} samples, {written:,} of them written already",
+    "gate": "gate: {what}; {remedy}",
+    "retry": "sample {sample} is drawn again: {reason}",
+    "failed": "sample {sample} ({file}:{line}) failed: {reason}",
+    "log_only": "further retries and failures are only in the log",
+    "server_lost": "server lost: {reason}",
+    "error": "ended early: {reason}",
+}
+SAMPLE_SIGNS = {"pending": "·", "sent": "~", "written": "+", "failed": "!"}
+CHECK_SIGNS = {"pass": "+", "warn": "?", "fail": "!", "unknown": "-"}
+TOKENS_SHOWN = 40
+ODD_SHOWN = 5
+SIGNS = {
+    "healthy": "+",
+    "starting": "~",
+    "slow_but_fine": "~",
+    "hang_suspected": "?",
+    "degraded": "?",
+    "crashed": "!",
+    "stopped": "-",
+    "unknown": "?",
+}
+
+GOING_ON = ("starting", "slow_but_fine", "hang_suspected")  # verdicts of a server that may not have been up yet
 
 
 def size(count: float | None) -> str:
@@ -34,6 +60,11 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} m"
 
 
+def when(at: float) -> str:
+    """A moment in epoch seconds as date and time here."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
 def phase_bar(status: dict[str, Any]) -> str:
     """The start-up phases with their times: `args 1 s > weights 312 s > kv …`."""
     parts = []
@@ -50,7 +81,7 @@ def server(status: dict[str, Any]) -> Iterator[str]:
     """A server's state in lines."""
     verdict = status["verdict"]
     in_phase = ""
-    if verdict["verdict"] == "starting" and status["phase"]:
+    if verdict["verdict"] in GOING_ON and status["phase"]:
         in_phase = f", in {status['phase'].replace('_', '-')} for {duration(status['phase_seconds'])}"
     yield f"{SIGNS[verdict['verdict']]} server {status['id']}: {verdict['verdict']}{in_phase}"
     yield f"  profile {status['details']['profile']} · SGLang {status['sglang']} · port {status['port']}"
@@ -62,6 +93,28 @@ def server(status: dict[str, Any]) -> Iterator[str]:
         yield f"  remedy: {verdict['remedy']}"
     for line in verdict["evidence"]:
         yield f"  - {line}"
+    if status["stacks"]:
+        yield f"  stacks: {status['stacks']}"
+
+
+def stacks(report: dict[str, Any]) -> Iterator[str]:
+    """Where a server's processes stand, in lines."""
+    yield f"stacks of {report['run']} at {when(report['at'])}"
+    yield from (f"  {line}" for line in report["summary"])
+    yield f"  all of them: {report['path']}"
+
+
+def diagnosis(made: dict[str, Any]) -> Iterator[str]:
+    """What a log shows, in lines: the verdict, the start-up, and each finding with its evidence and what to do."""
+    yield f"{SIGNS[made['verdict']]} {made['verdict'].replace('_', ' ')}"
+    yield f"  {phase_bar(made)}"
+    for finding in made["findings"]:
+        since = "" if finding["since"] is None else f" since {when(finding['since'])}"
+        yield f"{finding['id']}{since}"
+        yield f"  cause: {finding['cause']}"
+        yield f"  remedy: {finding['remedy']}"
+        for line in finding["evidence"]:
+            yield f"  - {line}"
 
 
 def dumps(dump: dict[str, Any]) -> str:
@@ -101,14 +154,23 @@ def gpus(sample: dict[str, Any]) -> Iterator[str]:
         yield f"{'!' if troubles else ' '} GPU {gpu['index']}: " + " · ".join(parts)
 
 
-def link(state: dict[str, Any]) -> Iterator[str]:
-    """How the link is, where it is not simply live."""
+def link(state: dict[str, Any], at: float) -> Iterator[str]:
+    """How the link is at the moment `at`, where it is not simply live."""
     if state["state"] == "live":
         return
-    since = f" for {duration(time.time() - state['since'])}"
+    since = f" for {duration(at - state['since'])}"
     attempt = f", attempt {state['attempt']}" if state["attempt"] else ""
     following = f", next in {duration(state['next_in'])}" if state["next_in"] is not None else ""
     yield f"! link {state['state']}{since}{attempt}{following}{': ' + state['why'] if state['why'] else ''}"
+
+
+def stream(state: dict[str, Any]) -> str:
+    """How one stream is: `live`, `stale for 12 s`, with the bytes that are gone."""
+    lost = "" if state["lost_bytes"] == 0 else ", bytes of it are gone"
+    if state["lost_bytes"]:
+        lost = f", {state['lost_bytes']:,} bytes of it are gone"
+    age = f" for {duration(state['heard_age'])}" if state["state"] == "stale" else ""
+    return f"{state['state']}{age}{lost}"
 
 
 def _number(value: float | None) -> str:
@@ -125,6 +187,41 @@ def extraction(run: dict[str, Any]) -> Iterator[str]:
     result = run["result"] or {}
     if "error" in result:
         yield f"  {result['error']}"
+
+
+def run(shown: dict[str, Any]) -> Iterator[str]:
+    """A run in one line, and its events in a line each."""
+    yield run_line(shown)
+    yield from (f"  {line}" for line in events(shown["events"]))
+
+
+def events(found: list[dict[str, Any]]) -> Iterator[str]:
+    """Events of a run's history, a line each with its time."""
+    for one in found:
+        yield f"{when(one['at'])}  {event(one)}"
+
+
+def run_line(shown: dict[str, Any]) -> str:
+    """A run's id, its state and how it ended."""
+    ended = shown["exit"]
+    how = "" if not ended else f" {ended['code']}" if ended["signal"] is None else f" signal {ended['signal']}"
+    return f"{shown['id']:<32} {shown['state']}{how}"
+
+
+def event(one: dict[str, Any]) -> str:
+    """An event of a run's history in one line; one that another version wrote is shown as it is."""
+    facts = {name: fact for name, fact in one.items() if name not in ("at", "event")}
+    try:
+        if one["event"] == "ended":
+            text = f"ended with code {one['code']}" if one["signal"] is None else f"ended by signal {one['signal']}"
+        elif one["event"] == "stopped":
+            left = "; ".join(one["left"]) or "nothing"
+            text = f"stopped in {one['seconds']} s ({one['how']}), left behind: {left}"
+        else:
+            text = EVENTS[one["event"]].format(**facts)
+    except (KeyError, TypeError, ValueError):
+        text = ": ".join([one["event"], ", ".join(f"{name.replace('_', ' ')} {facts[name]}" for name in facts)])
+    return " ".join(text.split())
 
 
 def progress(now: dict[str, Any]) -> str:
@@ -178,7 +275,9 @@ def snapshot(now: dict[str, Any]) -> Iterator[str]:
     """A snapshot in lines."""
     host = now["host"]
     yield f"{host['user']}@{host['host']} · {time.strftime('%H:%M:%S', time.localtime(now['at']))}"
-    yield from link(now["link"])
+    yield from link(now["link"], now["at"])
+    if now["link"]["state"] == "live":
+        yield from (f"! {one['name']} {stream(one)}" for one in now["streams"] if one["state"] != "live")
     yield from gpus(now["gpus"])
     if now["server"] is None:
         yield "no server of ours ever ran here"
@@ -250,6 +349,76 @@ def tried(made: dict[str, Any]) -> Iterator[str]:
         yield f"{'!!' if finding['fatal'] else '!'} {finding['what']}; {finding['remedy']}"
 
 
+def sample(seen: dict[str, Any]) -> Iterator[str]:
+    """A sample of a dataset in lines: its tokens with the loss mask and the norms, its states, what is wrong."""
+    yield sample_head(seen)
+    if seen["no_text"]:
+        yield f"no texts: {seen['no_text']}"
+    tokens, states = seen["tokens"], seen["states"]
+    odd = {(name, one["row"]): odd_sign(one["why"]) for name, state in states.items() for one in state["odd"]}
+    yield f"{'row':>6}{'id':>9}  {'text':<20}{'loss':<4}" + "".join(f"{'|' + name + '|':>12}" for name in states)
+    for row, token in enumerate(tokens[:TOKENS_SHOWN]):
+        norms = "".join(
+            f"{odd.get((name, row), '')} {norm(state['norms'][row])}".rjust(12) for name, state in states.items()
+        )
+        text = "" if token["text"] is None else repr(token["text"])
+        yield f"{row:>6}{token['id']:>9}  {text:<20}{'yes' if token['in_loss'] else '-':<4}{norms}"
+    more = max(0, len(tokens) - TOKENS_SHOWN) + seen["left_out"]
+    if more:
+        yield f"{'…':>6} and {more:,} more"
+    for name, state in states.items():
+        yield f"{name:<6} {sample_state(state)}"
+        if state["odd"]:
+            yield f"       {odd_rows(state)}"
+    if any(state["odd"] for state in states.values()):
+        yield f"! wrong, ? {seen['rule']}"
+    for file in seen["files"]:
+        yield f"{file['path']}: {size(file['bytes'])}"
+    for failure in seen["failures"]:
+        yield f"! {failure['format'] + ': ' if failure['format'] else ''}{failure['reason']}"
+    if not seen["failures"]:
+        yield "+ verified: ids, mask, shapes, dtype, values, size and checksum are as they should be"
+
+
+def sample_head(seen: dict[str, Any]) -> str:
+    """A sample in one line."""
+    one = seen["sample"]
+    in_loss = sum(token["in_loss"] for token in seen["tokens"])
+    of_first = f" of the first {len(seen['tokens']):,}" if seen["left_out"] else ""
+    attempts = f"{one['attempts']} attempt{'' if one['attempts'] == 1 else 's'}"
+    return (
+        f"{SAMPLE_SIGNS[one['state']]} sample {one['number']:,} {one['state']} · {one['file'].rpartition('/')[2]}:"
+        f"{one['line']} · {one['tokens']:,} tokens, {in_loss:,}{of_first} in the loss · {attempts}"
+    )
+
+
+def sample_state(state: dict[str, Any]) -> str:
+    """A state of a sample in figures."""
+    known = [value for value in state["norms"] if value is not None]
+    around = f"{norm(min(known))} to {norm(max(known))}" if known else "?"
+    return (
+        f"{state['shape']} {state['dtype']} · mean {norm(state['mean'])} · std {norm(state['std'])} · "
+        f"norm {around}, median {norm(state['median_norm'])}"
+    )
+
+
+def odd_rows(state: dict[str, Any]) -> str:
+    """Which rows of a state are odd, and in what: `! row 3 all zero · ? row 0 far off · 2 more`."""
+    parts = [f"{odd_sign(one['why'])} row {one['row']:,} {one['why']}" for one in state["odd"][:ODD_SHOWN]]
+    more = state["odd_rows"] - len(parts)
+    return " · ".join([*parts, *([f"{more:,} more"] if more > 0 else [])])
+
+
+def odd_sign(why: str) -> str:
+    """`?` for a row that may be as it should, `!` for one that cannot."""
+    return "?" if why == "far off" else "!"
+
+
+def norm(value: float | None) -> str:
+    """A figure of a state; `?` for one that is not finite."""
+    return "?" if value is None else f"{value:.4g}"
+
+
 def launch(merged: dict[str, Any]) -> Iterator[str]:
     """A merged profile, a line a setting with its reason."""
     yield f"# profile {merged['profile']} for SGLang {merged['sglang']}; layers: {merged['layers']}"
@@ -260,12 +429,41 @@ def launch(merged: dict[str, Any]) -> Iterator[str]:
         yield f"{text:<{width}}  # {why}"
 
 
+def doctor(report: dict[str, Any]) -> Iterator[str]:
+    """A report of the doctor in lines, by group, with what to do below what needs it."""
+    group = None
+    for check in report["checks"]:
+        if check["group"] != group:
+            group = check["group"]
+            yield group
+        yield f"  {CHECK_SIGNS[check['status']]} {check_name(check):<16} {check['seen']}"
+        if check["remedy"]:
+            yield f"      -> {check['remedy']}"
+    yield doctor_counts(report)
+
+
+def doctor_counts(report: dict[str, Any]) -> str:
+    """How many checks came to what: `1 fail · 2 warn · 3 unknown · 20 pass`."""
+    counts = report["counts"]
+    return f"{counts['fail']} fail · {counts['warn']} warn · {counts['unknown']} unknown · {counts['pass']} pass"
+
+
+def check_name(check: dict[str, Any]) -> str:
+    """A check's own name, without its group."""
+    return str(check["id"]).partition(".")[2].replace("_", "-")
+
+
 def hosts(made: dict[str, Any]) -> Iterator[str]:
     """The known hosts, a line each."""
     for host in made["hosts"]:
-        if host["state"] != "live":
-            yield f"! {host['name']:<20} {host['why']}"
-            continue
-        gpus = host["gpus"] or ["no GPU"]
-        kinds = ", ".join(f"{gpus.count(name)} x {name}" if host["gpus"] else name for name in dict.fromkeys(gpus))
-        yield f"+ {host['name']:<20} SGLang {host['sglang'] or 'not found'} · {kinds}"
+        sign, said = host_state(host)
+        yield f"{sign} {host['name']:<20} {said}"
+
+
+def host_state(host: dict[str, Any]) -> tuple[str, str]:
+    """A sign, and how a host is: why it is not reached, or its SGLang and GPUs."""
+    if host["state"] != "live":
+        return "!", host["why"]
+    gpus = host["gpus"] or ["no GPU"]
+    kinds = ", ".join(f"{gpus.count(name)} x {name}" if host["gpus"] else name for name in dict.fromkeys(gpus))
+    return "+", f"SGLang {host['sglang'] or 'not found'} · {kinds}"

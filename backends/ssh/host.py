@@ -40,7 +40,8 @@ find_python() {
 }
 if [ -z "$python" ]; then find_python; fi
 case $python in "~/"*) python=$HOME/${python#??} ;; esac
-command -v "$python" >/dev/null || fail "$python is no program that can be run there; set --python to SGLang's Python"
+found=$(command -v "$python") && test -x "$found" ||
+    fail "$python is no program that can be run there; set --python to SGLang's Python"
 cd /
 exec "$python" "$@"
 """

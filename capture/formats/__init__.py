@@ -33,9 +33,21 @@ class Format(Protocol):
 FORMATS: dict[str, Format] = {"native": native, "specforge": specforge}
 
 
+class UnknownFormat(Exception):
+    """There is no format of that name; the sentence says which there are."""
+
+
+def find(name: str) -> Format:
+    """The format of that name. Raises UnknownFormat."""
+    try:
+        return FORMATS[name]
+    except KeyError:
+        raise UnknownFormat(f"no format is called {name!r}; there are {', '.join(FORMATS)}") from None
+
+
 def write(name: str, output: Path, number: int, states: dict[str, Any], ids: Any, mask: Any) -> WrittenFile:
     """Write a sample in format `name`: whole and on disk under its name, or not there at all. Raises OSError."""
-    chosen = FORMATS[name]
+    chosen = find(name)
     parts = chosen.encode(states, ids, mask)
     relative = chosen.path(number)
     path = output / relative

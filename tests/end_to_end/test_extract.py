@@ -42,6 +42,11 @@ def check(layertap: Layertap, output: Path, samples: int, formats: tuple[str, ..
         assert ledger.execute("SELECT DISTINCT state FROM samples").fetchall() == [("written",)]
 
 
+def history(layertap: Layertap) -> list[dict[str, Any]]:
+    """What happened to the newest extraction."""
+    return layertap.json("runs", layertap.run_of("extract")["id"])["events"]
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [("gsm8k_test.jsonl", GSM8K), ("mtbench_messages.jsonl", ()), ("sharegpt_dummy.json", ())],
@@ -55,6 +60,25 @@ def test_real_rows(layertap: Layertap, server: dict[str, Any], work: Path, name:
     assert list(Path(server["dump_dir"]).glob("req_*")) == []
 
 
+def test_one_sample_token_by_token(layertap: Layertap, server: dict[str, Any], work: Path) -> None:
+    rows, output = write_rows(work / "rows.jsonl", 3), work / "out"
+    layertap("extract", rows, "--output", output, "--format", "native,specforge")
+    seen = layertap.json("sample", output, 1)
+    tokens = seen["sample"]["tokens"]
+    assert (seen["sample"]["state"], seen["failures"], seen["no_text"], seen["left_out"]) == ("written", [], None, 0)
+    assert len(seen["tokens"]) == tokens
+    assert all(isinstance(token["text"], str) for token in seen["tokens"])
+    assert {token["in_loss"] for token in seen["tokens"]} == {True, False}
+    for state in seen["states"].values():
+        assert (state["shape"][0], len(state["norms"]), state["dtype"]) == (tokens, tokens, "bfloat16")
+        assert all(norm > 0 for norm in state["norms"])
+    assert f"+ sample 1 written · rows.jsonl:2 · {tokens} tokens" in layertap("sample", output, 1)
+    (output / "native/rows_0-2000/1.safetensors").write_bytes(b"broken")
+    broken = layertap.json("sample", output, 1, code=1)
+    assert broken["read"] == "specforge"
+    assert [failure["format"] for failure in broken["failures"]] == ["native"]
+
+
 def test_the_driver_is_killed_and_the_same_command_finishes(
     layertap: Layertap, server: dict[str, Any], work: Path
 ) -> None:
@@ -63,7 +87,12 @@ def test_the_driver_is_killed_and_the_same_command_finishes(
     until(lambda: (now := layertap.progress(output)) and 0 < now["written"] < 200)
     os.kill(layertap.run_of("extract")["running"]["child"]["pid"], signal.SIGKILL)
     assert console.wait(60) == 9
+    assert [event["event"] for event in history(layertap)] == ["started", "prepared", "ended"]
+    assert history(layertap)[-1]["signal"] == signal.SIGKILL
     layertap("extract", rows, "--output", output)
+    _, prepared, finished, _ = history(layertap)
+    assert (prepared["resumed"], prepared["samples"], prepared["written"] > 0) == (True, 250, True)
+    assert (finished["event"], finished["samples"], finished["written"]) == ("finished", 250, 250)
     check(layertap, output, 250)
     layertap("extract", rows, "--output", output)  # and once more: there is nothing to do
     check(layertap, output, 250)
@@ -155,6 +184,8 @@ def test_the_server_is_killed_launched_again_and_the_run_goes_on(
     _, narration = console.communicate(timeout=200)
     assert console.returncode == 9, narration
     assert "is dead; `layertap launch` it, then give the command again" in narration
+    (lost,) = [event for event in history(layertap) if event["event"] == "server_lost"]
+    assert "is dead; `layertap launch` it" in lost["reason"]
     layertap("extract", rows, "--output", output, code=None)  # refused in one way or another, and nothing is lost
     layertap("stop", server["id"])
     layertap.json("launch", "embedded-llama", "--port", server["port"])

@@ -8,31 +8,16 @@ import shutil
 import signal
 import struct
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import Layertap, free_port, shared_data, until, write_rows
-from test_extract import CUT, GSM8K, check, take
+from test_extract import CUT, GSM8K, check, history, take
+from tmpfs import small_tmpfs
 
 pytestmark = pytest.mark.slow
-
-
-@contextmanager
-def small_disk(place: Path, size: str) -> Iterator[Path]:
-    """A file system of its own; skips aloud where it cannot be mounted."""
-    place.mkdir(mode=0o700)
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", str(place)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def damage_truncate(folder: Path) -> None:
@@ -81,6 +66,8 @@ def test_a_damaged_dump_is_drawn_again(
         line for line in layertap("logs", layertap.run_of("extract")["id"]).splitlines() if " is drawn again: " in line
     ]
     assert len(again) == 1 and reason in again[0], again
+    (retry,) = [event for event in history(layertap) if event["event"] == "retry"]
+    assert reason in retry["reason"]
     check(layertap, output, 300)
 
 
@@ -102,9 +89,18 @@ def test_rows_whose_states_are_not_finite_fail_and_the_rest_is_written(
         (failure,) = made["failures"]
         assert failure["sample"] == 1
         assert "holds values that are not finite, first in row" in failure["reason"]
+        (failed,) = [event for event in history(layertap) if event["event"] == "failed"]
+        assert (failed["sample"], failed["reason"]) == (1, failure["reason"])
         report = layertap.json("verify", output, code=1)
         assert (report["verified"], [failed["sample"] for failed in report["failures"]]) == (2, [1])
         assert len(list((output / "native").rglob("*.safetensors"))) == 2
+        first = layertap.json("sample", output, 1, code=1)["sample"]
+        assert (first["state"], first["reason"]) == ("failed", failure["reason"])
+        # The same command draws what failed again, and leaves alone what is written.
+        made = layertap.json("extract", rows, "--output", output, "--port", port, code=1)
+        assert (made["written"], made["failed"]) == (2, 1)
+        again = layertap.json("sample", output, 1, code=1)["sample"]
+        assert again["attempts"] == 2 * first["attempts"]
     finally:
         layertap("stop", run["id"])
 
@@ -126,7 +122,7 @@ def test_a_full_output_disk_stops_the_run_and_loses_nothing(
     layertap: Layertap, server: dict[str, Any], work: Path
 ) -> None:
     rows = write_rows(work / "rows.jsonl", 200)
-    with small_disk(work / "disk", "6m") as disk:
+    with small_tmpfs(work / "disk", "6m") as disk:
         output = disk / "out"
         layertap("extract", rows, "--output", output, "--allow-volatile", code=1)
         assert f"{output} is full; nothing is lost: make room and give the same command again" in layertap.narration
@@ -138,7 +134,7 @@ def test_a_full_output_disk_stops_the_run_and_loses_nothing(
 
 def test_a_full_dump_folder_slows_or_fails_requests_and_never_the_server(layertap: Layertap, work: Path) -> None:
     rows, output = write_rows(work / "rows.jsonl", 12), work / "out"
-    with small_disk(work / "shm", "120m") as shm:
+    with small_tmpfs(work / "shm", "120m") as shm:
         config = work / "layertap.toml"
         config.write_text(f'[host.local]\ndump_dir = "{shm}"\n')
         port = free_port()
@@ -167,6 +163,7 @@ def test_a_prefix_from_the_cache_is_refused_by_the_gate_and_said_by_try(layertap
     try:
         layertap("extract", write_rows(work / "rows.jsonl", 2), "--output", work / "out", "--port", port, code=6)
         assert "the prefix cache is on, so shared prefixes would not be computed" in layertap.narration
+        assert [event["id"] for event in history(layertap) if event["event"] == "gate"] == ["radix"]
         layertap("try", "Some words, twice.", "--port", port)
         layertap("try", "Some words, twice.", "--port", port, code=1)
         assert "tokens were not computed but came from a prefix cache" in layertap.narration

@@ -70,6 +70,11 @@ def graphs(**backends: str) -> dict[str, Any]:
     return {"cuda_graph_config": {phase: {"backend": backend} for phase, backend in backends.items()}}
 
 
+FUSION = (
+    "fusion",
+    "all-reduce fusion is on, so small forwards would give one rank's partial sum",
+    "start with --enforce-disable-flashinfer-allreduce-fusion",
+)
 # what differs from a safe server, the finding, what it says, what to do
 UNSAFE: list[tuple[dict[str, Any], str, str, str]] = [
     (
@@ -90,18 +95,8 @@ UNSAFE: list[tuple[dict[str, Any], str, str, str]] = [
         "CUDA graphs are on for decode, and a replay skips the tap",
         "start with --disable-cuda-graph",
     ),
-    (
-        {"flashinfer_allreduce_fusion_backend": "auto"},
-        "fusion",
-        "all-reduce fusion is on, so small forwards would give one rank's partial sum",
-        "start with --enforce-disable-flashinfer-allreduce-fusion",
-    ),
-    (
-        {"enable_flashinfer_allreduce_fusion": True},
-        "fusion",
-        "all-reduce fusion is on, so small forwards would give one rank's partial sum",
-        "start with --enforce-disable-flashinfer-allreduce-fusion",
-    ),
+    ({"flashinfer_allreduce_fusion_backend": "auto"}, *FUSION),
+    ({"enable_flashinfer_allreduce_fusion": True}, *FUSION),
     (
         {"speculative_algorithm": "EAGLE3"},
         "speculative",

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from capture.chat import InputError
-from capture.plan import Plan, make_plan
+from capture.plan import Plan, Preview, make_plan
 from capture.rows import BadRow, Row, RowOptions, Skipped, tokenise
 
 FILE = "rows.jsonl"
@@ -87,7 +87,11 @@ def test_a_plan_from_a_file(tmp_path, tokenizer):
         free_bytes=free,
         fits=True,
         output=str(tmp_path / "out" / "set"),
-        preview=msgspec.structs.replace(plan.preview, line=1, text="<|user|>How many?</s><|assistant|>[42</s>]"),
+        preview=Preview(
+            1,
+            "<|user|>How many?</s><|assistant|>[42</s>]",
+            [("<|user|>How many?</s><|assistant|>", False), ("42</s>", True)],
+        ),
         schema=1,
     )
     assert [(bad.file, bad.line) for bad in plan.bad_rows] == [(str(path), 5), (str(path), 7)]

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from capture.chat import InputError, render_mask
+from capture.chat import InputError, bracketed, mask_parts
 from capture.rows import BadRow, Row, RowOptions, Skipped, load_tokenizer, read_hash, tokenise
 
 ROOT = Path(__file__).parents[2]
@@ -680,22 +680,22 @@ def test_templates_of_no_use_to_any_row(tmp_path, template, message):
         read(tmp_path, make(template), {"prompt": "one", "response": "two"})
 
 
-# ---- render_mask
+# ---- mask_parts
 
 
-def test_render_mask(tmp_path):
+def test_mask_parts(tmp_path):
     tokenizer = make(CHATML)
     (row,) = read(tmp_path, tokenizer, {"messages": chat("one\ntwo", "[数学] 🙂")})
-    assert render_mask(row.ids, row.mask, tokenizer) == (
+    assert bracketed(mask_parts(row.ids, row.mask, tokenizer)) == (
         "<|im_start|>user⏎one⏎two<|im_end|>⏎<|im_start|>assistant⏎[[数学] 🙂<|im_end|>]⏎"
     )
-    assert render_mask([], [], tokenizer) == ""
+    assert mask_parts([], [], tokenizer) == []
 
 
-def test_render_mask_shortens_the_middles(tmp_path):
+def test_mask_parts_shortens_the_middles(tmp_path):
     tokenizer = make(PLAIN)
     (row,) = read(tmp_path, tokenizer, {"messages": chat("one " * 90, "two " * 90, *["three"] * 16)})
-    text = render_mask(row.ids, row.mask, tokenizer, limit=160)
+    text = bracketed(mask_parts(row.ids, row.mask, tokenizer, limit=160))
     assert text.startswith("<|user|>one one one one one one one one…")
     assert "<|assistant|>[two two " in text
     assert text.endswith("<|assistant|>[three</s>]<|user|>three</s><|assistant|>…")

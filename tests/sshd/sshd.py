@@ -192,7 +192,7 @@ def _name(process: psutil.Process) -> str:
 
 
 class Relay:
-    """A way to a port that can be cut, now or after so many bytes, and frozen."""
+    """A way to a port that can be cut, now or after so many bytes, frozen, and closed to new connections."""
 
     def __init__(self, port: int) -> None:
         self._to = port
@@ -204,6 +204,7 @@ class Relay:
         self.sent = 0  # bytes towards the port
         self.cut_after: int | None = None  # so many of them, once
         self.connections = 0
+        self.refuses = False  # new ones
         self._accepting = threading.Thread(target=self._accept, daemon=True)
         self._accepting.start()
 
@@ -231,6 +232,9 @@ class Relay:
         while True:
             try:
                 near, _ = self._listener.accept()
+                if self.refuses:
+                    near.close()
+                    continue
                 far = socket.create_connection(("127.0.0.1", self._to))
             except OSError:
                 return

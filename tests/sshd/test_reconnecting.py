@@ -65,9 +65,12 @@ class Dial:
         self.outcomes = list(outcomes)
         self.hosts: list[FakeHost] = []
         self.times: list[float] = []
+        self.goes_on = threading.Event()  # until then, an attempt takes its time
+        self.goes_on.set()
 
     def __call__(self) -> FakeHost:
         self.times.append(time.monotonic())
+        self.goes_on.wait(60)
         outcome = self.outcomes.pop(0) if self.outcomes else None
         if outcome:
             raise outcome
@@ -165,18 +168,13 @@ def test_the_state_says_what_it_waits_for(keep: Callable[..., Reconnecting]) -> 
 
 
 def test_the_state_while_it_dials(keep: Callable[..., Reconnecting]) -> None:
-    goes_on, dial = threading.Event(), Dial(None, DOWN)
-
-    def slow() -> FakeHost:
-        if dial.hosts:
-            goes_on.wait(60)
-        return dial()
-
-    host = keep(slow)
+    dial = Dial(None, DOWN)
+    host = keep(dial)
+    dial.goes_on.clear()
     dial.hosts[0].ended.set()
     state = until(lambda: host.state.state == "connecting" and host.state)
     assert (state.why, state.attempt, state.next_in) == ("it broke", 1, None)
-    goes_on.set()
+    dial.goes_on.set()
     until(lambda: host.state.state == "live")
 
 
@@ -209,18 +207,12 @@ def test_close_ends_waiting(keep: Callable[..., Reconnecting]) -> None:
 
 def test_what_is_reached_after_close_is_closed(keep: Callable[..., Reconnecting]) -> None:
     dial = Dial()
-    goes_on = threading.Event()
-
-    def slow() -> FakeHost:
-        if dial.hosts:
-            goes_on.wait(60)
-        return dial()
-
-    host = keep(slow)
+    host = keep(dial)
+    dial.goes_on.clear()
     dial.hosts[0].ended.set()
     until(lambda: host.state.state == "connecting")
     host.close()
-    goes_on.set()
+    dial.goes_on.set()
     until(lambda: len(dial.hosts) == 2 and dial.hosts[1].closed)
     assert host.state.state == "closed"
 

@@ -77,7 +77,8 @@ def test_a_home_that_cannot_be_written(users_sshd: Callable[..., Sshd], user: Us
     aside = cache.rename(user.home / "aside")
     cache.write_text("in the way")
     try:
-        with pytest.raises(ConnectionFailed, match=f"^gpu: {cache}.*: Not a directory$"):
+        said = f"^gpu: {cache}.*: Not a directory; let us write there, or have XDG_CACHE_HOME name another folder$"
+        with pytest.raises(ConnectionFailed, match=said):
             users_sshd().connect(f"User {user.name}", python=None)
     finally:
         cache.unlink()

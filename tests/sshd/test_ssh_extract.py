@@ -3,48 +3,24 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from demo import ENGINE
 from helpers import free_port, until
+from remote import Console
 from sshd import Relay, Sshd
 
 CUTS = 20
 ROWS = 3000
 
 
-class Console:
-    """`layertap --host gpu` over the relay."""
-
-    def __init__(self, sshd: Sshd, relay: Relay) -> None:
-        self.folder = sshd.folder
-        config = sshd.folder / "layertap.toml"
-        config.write_text(f'[host.gpu]\nssh_config = "{sshd.config(port=relay.port)}"\npython = "{ENGINE}"\n')
-        self.words = ["--host", "gpu", "--config", str(config)]
-
-    def start(self, *words: str | Path | int) -> subprocess.Popen[str]:
-        command = [str(Path(sys.executable).with_name("layertap")), *map(str, words), *self.words]
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def json(self, *words: str | Path | int) -> Any:
-        console = self.start(*words, "--json")
-        said, narration = console.communicate(timeout=300)
-        assert console.returncode == 0, narration
-        return json.loads(said)
-
-
 @pytest.fixture
-def console(sshd: Sshd, relay: Relay) -> Iterator[Console]:
+def console(sshd: Sshd, relay: Relay, tmp_path: Path) -> Iterator[Console]:
     if not ENGINE.exists():
         pytest.skip(f"{ENGINE} is not there: `make engine` sets the embedded engine up")
-    made = Console(sshd, relay)
+    made = Console(tmp_path / "console", sshd, ENGINE, port=relay.port)
     yield made
     for run in made.json("runs")["runs"]:
         if run["kind"] == "server" and run["state"] == "running":
@@ -58,7 +34,7 @@ def write_rows(path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_twenty_cuts_lose_and_double_nothing(console: Console, relay: Relay, sshd: Sshd, tmp_path: Path) -> None:
+def test_twenty_cuts_lose_and_double_nothing(console: Console, relay: Relay, tmp_path: Path) -> None:
     port, output = free_port(), tmp_path / "out"
     server = console.json("launch", "embedded-llama", "--port", port)
     assert server["verdict"]["verdict"] == "healthy"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +23,8 @@ from sshd import Relay, Sshd
 from backends import payload
 from backends.errors import ConnectionFailed, RunDied, UsageError
 from backends.ssh import SshHost
+from backends.ssh.connection import _connect
+from backends.ssh.host import DEAD_SECONDS, KEEPALIVE_SECONDS
 
 QUICK = {"keepalive": 0.2, "dead_after": 2.0}
 
@@ -217,18 +221,19 @@ def test_no_session_at_all(start_sshd: Callable[..., Sshd]) -> None:
         start_sshd(MaxSessions="0").connect()
 
 
-def jump_through(door: Sshd) -> list[str]:
-    """Configuration that leads through another server."""
-    return [
-        "Host door",
-        "HostName 127.0.0.1",
-        f"Port {door.port}",
-        f"UserKnownHostsFile {door.known_hosts}",
-        f"IdentityFile {door.keys('id')}",
-        "Host gpu",
-        "ProxyJump door",
-        "Host *",
-    ]
+def jump_through(*doors: Sshd) -> list[str]:
+    """Configuration that leads through other servers, one after the other."""
+    lines = []
+    for number, door in enumerate(doors):
+        lines += [
+            f"Host door{number}",
+            "HostName 127.0.0.1",
+            f"Port {door.port}",
+            f"UserKnownHostsFile {door.known_hosts}",
+            f"IdentityFile {door.keys('id')}",
+        ]
+    names = ",".join(f"door{number}" for number in range(len(doors)))
+    return [*lines, "Host gpu", f"ProxyJump {names}", "Host *"]
 
 
 def test_a_jump(start_sshd: Callable[..., Sshd], tmp_path: Path, closing: Callable[[SshHost], SshHost]) -> None:
@@ -239,6 +244,13 @@ def test_a_jump(start_sshd: Callable[..., Sshd], tmp_path: Path, closing: Callab
     assert len(door.process.children()) == 1
     host.close()
     until(lambda: not door.process.children() and not sshd.process.children(), "both ended")
+
+
+def test_a_chain_of_jumps(start_sshd: Callable[..., Sshd], closing: Callable[[SshHost], SshHost]) -> None:
+    first, second, sshd = start_sshd(), start_sshd(), start_sshd()
+    host = closing(sshd.connect(*jump_through(first, second)))
+    assert host.request("all") == []
+    assert [len(one.process.children()) for one in (first, second, sshd)] == [1, 1, 1]
 
 
 def test_a_jump_host_that_freezes(start_sshd: Callable[..., Sshd]) -> None:
@@ -310,6 +322,12 @@ def seconds(what: Callable[[], Any]) -> float:
     began = time.monotonic()
     what()
     return time.monotonic() - began
+
+
+def test_a_link_waits_for_no_full_packet_and_not_for_ever(sshd: Sshd) -> None:
+    with contextlib.closing(_connect(sshd.target())) as link:
+        assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    assert KEEPALIVE_SECONDS + DEAD_SECONDS < 20
 
 
 @pytest.mark.parametrize("how", ["stopped", "frozen"])

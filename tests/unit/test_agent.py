@@ -17,6 +17,7 @@ from backends import runs
 from backends.agent import Agent
 from backends.errors import Locked, RunDied, UsageError
 from backends.runs import Run
+from capture import events
 
 Start = Callable[..., Run]
 
@@ -49,11 +50,13 @@ def test_a_run_as_it_is_shown(agent: Agent, start: Start, home: Path) -> None:
         "argv": SLEEP,
         "progress": None,
         "result": None,
+        "events": events.latest(run.folder),
     }
     made = agent.stop(run.id[:-1], "enough")
     assert (made.id, made.how, made.left) == (run.id, "asked", [])
     shown = agent.run(run.id)
     assert (shown["state"], shown["stop_asked"], shown["exit"].signal) == ("exited", True, signal.SIGINT)
+    assert [event["event"] for event in shown["events"]] == ["started", "stop_asked", "ended", "stopped"]
 
 
 def test_progress_and_result_are_read_from_the_folder(agent: Agent, start: Start) -> None:
@@ -95,6 +98,55 @@ def test_the_state_of_a_server(agent: Agent, server: Callable[..., Run]) -> None
     # An agent that comes later reads the log from its start.
     later = until(lambda: (now := Agent(agent.payload).status(run.id))["verdict"]["verdict"] == "healthy" and now)
     assert [phase["id"] for phase in later["phases"]] == ["args", "weights", "ready"]
+
+
+def test_a_whole_look_in_one_answer(agent: Agent, server: Callable[..., Run], start: Start) -> None:
+    empty = agent.overview()
+    assert (empty["server"], empty["extraction"]) == (None, None)
+    run, job = server(), start("extract", details={"output": "/data"})
+    seen = agent.overview()
+    assert (seen["server"]["id"], seen["extraction"]["id"]) == (run.id, job.id)
+    until(lambda: {one["id"] for one in agent.overview()["sample"]["runs"]} == {run.id, job.id})
+    assert any(process["title"] for process in seen["sample"]["processes"])
+    assert agent.overview(port=1)["server"] is None
+    other = server()
+    with pytest.raises(UsageError, match="say which with --port"):
+        agent.overview()
+    assert agent.overview(run_id=run.id)["server"]["id"] == run.id
+    assert agent.overview(port=other.spec.port)["server"]["id"] == other.id
+    for one in (run, other):
+        agent.stop(one.id)
+    assert agent.overview()["server"]["id"] == other.id  # the one that ran last
+
+
+def test_how_long_the_start_before_took(agent: Agent, server: Callable[..., Run]) -> None:
+    first = server()
+    until(lambda: agent.status(first.id)["verdict"]["verdict"] == "healthy")
+    assert agent.status(first.id)["earlier"] is None
+    agent.stop(first.id)
+    silent = server("silent")  # never came up: the next start is compared with the first
+    agent.stop(silent.id)
+    earlier = agent.status(server().id)["earlier"]
+    assert earlier.run == first.id
+    assert earlier.seconds >= 0
+    assert set(earlier.phases) == {"args", "weights"}
+    other = server(profile="another")
+    assert agent.status(other.id)["earlier"] is None
+
+
+def test_what_the_gate_says(agent: Agent, server: Callable[..., Run]) -> None:
+    run = server()
+    until(lambda: agent.status(run.id)["verdict"]["verdict"] == "healthy")
+    said = agent.gate(run.id)
+    assert {finding.id for finding in said["findings"]} == {
+        "radix",
+        "graphs_prefill",
+        "graphs_decode",
+    }
+    assert said["effective"] == {"api_key": "***", "tp_size": "1"}
+    agent.stop(run.id)
+    with pytest.raises(RunDied, match=f"the server {run.id} is dead"):
+        agent.gate(run.id)
 
 
 def test_only_a_server_has_a_state(agent: Agent, start: Start) -> None:
@@ -142,7 +194,7 @@ def test_what_a_job_of_a_stopped_server_left_is_named(
 def test_a_job_of_an_unknown_kind(agent: Agent) -> None:
     with pytest.raises(UsageError) as failed:
         agent.start("dance", {})
-    assert str(failed.value) == "no job is called 'dance'; there are try, plan, extract, verify"
+    assert str(failed.value) == "no job is called 'dance'; there are try, plan, extract, verify, sample, doctor"
 
 
 @pytest.mark.parametrize("kind", ["try", "extract"])
@@ -169,6 +221,8 @@ def test_a_job_that_fails_says_why(agent: Agent, home: Path) -> None:
     assert ended["exit"].code == 2
     assert ended["result"] == {"error": f"{home}/nothing is no dataset: it has no manifest.json"}
     assert ended["details"] == {"output": f"{home}/nothing"}
+    assert [event["event"] for event in ended["events"]] == ["started", "error", "ended"]
+    assert ended["events"][1]["reason"] == ended["result"]["error"]
 
 
 # --- An earlier demo ---

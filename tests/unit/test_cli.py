@@ -17,6 +17,7 @@ import msgspec
 import psutil
 import pytest
 from helpers import FAKE_SGLANG, ROOT, free_port, gone, until
+from made_dataset import make_dataset
 
 from backends import runs
 from backends.errors import OurBug
@@ -109,7 +110,23 @@ def ended(ran: Ran, code: int, said: str = "", printed: str = "") -> None:
 def test_help_and_version(layertap: Callable[..., Ran]) -> None:
     shown = layertap("--help")
     assert (shown.returncode, shown.stderr) == (0, "")
-    for verb in ("launch", "status", "logs", "runs", "stop", "try", "plan", "extract", "pull", "verify", "demo"):
+    for verb in (
+        "launch",
+        "status",
+        "logs",
+        "runs",
+        "stop",
+        "try",
+        "plan",
+        "extract",
+        "pull",
+        "verify",
+        "sample",
+        "diagnose",
+        "stacks",
+        "doctor",
+        "demo",
+    ):
         assert re.search(rf"^│ {verb} ", shown.stdout, re.MULTILINE), verb
     ended(layertap("--version"), 0, printed="0.1.0")
 
@@ -136,11 +153,13 @@ def test_words_that_are_not_understood(layertap: Callable[..., Ran], words: str,
         ("status --config none.toml", "none.toml: there is no such file"),
         ("extract rows.jsonl --output out --prompt-column q", "--prompt-column and --response-column go together"),
         ("stop server-1", "no run begins with 'server-1'; runs: none at all"),
+        ("runs server-1", "no run begins with 'server-1'; runs: none at all"),
         (
             "plan rows.jsonl",
             "no server runs here to take the model from; name the model's folder with --model",
         ),
         ("verify out", "{home}/out is no dataset: it has no manifest.json"),
+        ("sample out 3", "{home}/out is no dataset: it has no manifest.json"),
     ],
 )
 def test_what_cannot_be_done_as_asked(layertap: Callable[..., Ran], home: Path, words: str, said: str) -> None:
@@ -346,6 +365,14 @@ def test_from_launch_to_stop(launched: Callable[..., tuple[Ran, int]], layertap:
     assert after.returncode == 9
     assert after.stdout.splitlines()[1] == f"- server {run_id}: stopped"
     assert layertap("runs").stdout == f"{run_id:<32} exited signal 15\n"
+    line, *history = layertap("runs", run_id).stdout.splitlines()
+    assert line == f"{run_id:<32} exited signal 15"
+    said = ["started as process", "asked to stop: layertap stop", "ended by signal 15", "stopped in"]
+    for event, beginning in zip(history, said, strict=True):
+        assert re.match(rf"  \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d  {beginning}", event)
+    shown = json.loads(layertap("runs", run_id, "--json").stdout)
+    assert (shown["schema"], shown["id"]) == (1, run_id)
+    assert [event["event"] for event in shown["events"]] == ["started", "stop_asked", "ended", "stopped"]
     assert layertap("logs").stdout == log.stdout
     ended(layertap("stop"), 9, "layertap: no server of ours runs here; `layertap launch` it")
 
@@ -453,6 +480,11 @@ def test_an_extraction_is_attached_to_and_stopped(
     stopped = layertap("stop", run_id)
     assert stopped.returncode == 0
     assert json.loads(layertap("status", "--json").stdout)["extraction"]["state"] == "exited"
+
+
+def test_a_sample_that_is_not_there(layertap: Callable[..., Ran], home: Path) -> None:
+    make_dataset(home / "data", samples=3)
+    ended(layertap("sample", "data", 99), 2, f"layertap: no sample 99 in {home}/data/ledger.sqlite")
 
 
 def test_ctrl_c_ends_a_try_and_its_job(server: Callable[..., Run], begin: Callable, all_runs: Runs) -> None:

@@ -43,7 +43,7 @@ def test_healthy() -> None:
     [
         ({"listener_is_ours": False}, "crashed", "port 30000 belongs to another process; this server never got it"),
         ({"port_open": False, "health": None}, "unknown", "the log says ready, but port 30000 is closed"),
-        ({"health": 503, "health_s": 20.0}, "unknown", "the log says ready, but /health answers 503"),
+        ({"health": 503, "health_s": 20.0}, "degraded", "the log says ready, but /health answers 503"),
         ({"tap_in": False}, "unknown", "the server is up without the tap"),
         ({"tap_error": "no such layer 99"}, "unknown", "the tap failed: no such layer 99"),
         ({"health": None}, "unknown", "the log says ready; not known yet: /health"),
@@ -144,7 +144,7 @@ def test_a_dead_rank_behind_an_open_port() -> None:
         (
             "Exception: Capture cuda graph failed: CUDA out of memory. Tried to allocate 64.00 MiB",
             "graphs",
-            "GPU memory ran out",
+            "GPU memory ran out while the graphs were captured",
             "lower mem-fraction-static",
         ),
         (
@@ -170,6 +170,12 @@ def test_a_dead_rank_behind_an_open_port() -> None:
             "weights",
             "a disk of the host is full",
             "HF_HOME",
+        ),
+        (
+            "ImportError: /home/u/.cache/tvm-ffi/x.so: failed to map segment from shared object",
+            "weights",
+            "compiled code lies on a file system that is mounted noexec, most often the home",
+            "XDG_CACHE_HOME",
         ),
         (
             "RuntimeError: NCCL error: Error while creating shared memory segment /dev/shm/nccl-x (size 33030528)",

@@ -109,13 +109,29 @@ def test_a_cache_that_cannot_be_written(home: Path) -> None:
     (home / "cache").write_text("in the way")
     with pytest.raises(ConnectionFailed) as failed:
         LocalHost(sys.executable)
-    assert str(failed.value) == f"local: {home}/cache/layertap: Not a directory"
+    assert str(failed.value) == (
+        f"local: {home}/cache/layertap: Not a directory; let us write there, or have XDG_CACHE_HOME name another folder"
+    )
+
+
+def test_a_state_folder_that_cannot_be_written(home: Path) -> None:
+    (home / "state").write_text("in the way")
+    with pytest.raises(ConnectionFailed) as failed:
+        LocalHost(sys.executable)
+    assert str(failed.value) == (
+        f"local: {home}/state/layertap: Not a directory; let us write there, or have XDG_STATE_HOME name another folder"
+    )
+    (home / "state").unlink()
 
 
 def test_a_python_that_is_too_old(home: Path) -> None:
     said = bootstrap(b"", prelude="import sys; sys.version_info = (3, 10)\n")
-    assert said == (
-        f"\nLAYERTAP error {sys.executable} is Python 3.10; SGLang's environment needs 3.11 or newer\n".encode()
+    assert (
+        said
+        == (
+            f"\nLAYERTAP error {sys.executable} is Python 3.10; "
+            "SGLang's own Python, 3.11 or newer, is wanted: name it with --python\n"
+        ).encode()
     )
 
 

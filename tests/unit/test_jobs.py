@@ -50,6 +50,36 @@ def test_a_job_stands_in_its_run_with_the_payload_and_no_gpu(
     assert run.spec.details == {"output": f"{home}/data"}
 
 
+def test_only_the_job_that_measures_sees_the_gpus(
+    job: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, all_runs: Runs, home: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    run = job("doctor", output="data", env={"NCCL_P2P_LEVEL": "SYS"})
+    assert run.private.env["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert json.loads((run.folder / "job.json").read_text()) == {
+        "output": f"{home}/data",
+        "env": {"NCCL_P2P_LEVEL": "SYS"},
+        "state": str(all_runs.state),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "profile"), [("server", "kimi-k2_5-int4-8x-rtxpro6000"), ("server", None), ("doctor", None)]
+)
+def test_nothing_is_measured_on_gpus_that_are_in_use(
+    job: Callable[..., Run], start: Start, kind: str, profile: str | None
+) -> None:
+    user = start(kind, details={"profile": profile} if profile else {})
+    with pytest.raises(Locked) as failed:
+        job("doctor")
+    assert str(failed.value) == f"{user.id} uses the GPUs; `layertap stop {user.id}`, and measure then"
+
+
+def test_an_embedded_server_uses_no_gpu(job: Callable[..., Run], start: Start) -> None:
+    start("server", details={"profile": "embedded-llama"})
+    assert job("doctor").spec.kind == "doctor"
+
+
 def test_what_a_job_is_told_of_its_server(job: Callable[..., Run], server: Server, home: Path, model: Path) -> None:
     run = server("silent")
     asked = job("try", text="hello")
@@ -73,6 +103,15 @@ def test_what_a_job_is_told_of_its_server(job: Callable[..., Run], server: Serve
     }
     assert path.stat().st_mode & 0o777 == 0o600
     assert asked.spec.details == {"server": run.id}
+
+
+def test_an_extraction_keeps_what_it_takes_to_ask_for_it_again(
+    job: Callable[..., Run], server: Server, home: Path
+) -> None:
+    run = server("silent")
+    again = {"formats": ["native"], "options": {"max_length": 100}, "allow_volatile": True}
+    asked = job("extract", rows="rows.jsonl", output="data", layertap="0.1.0", **again)
+    assert asked.spec.details == {"rows": f"{home}/rows.jsonl", "output": f"{home}/data", "server": run.id, **again}
 
 
 def test_the_lock_for_drawing_is_the_servers(all_runs: Runs, server: Server) -> None:
@@ -141,7 +180,7 @@ def result(value: object, code: int) -> str:
 
 def finish(session: Session, run: Run) -> tuple[int, object]:
     (*_, last) = session.follow(run.id)
-    return headless.finish_job(session, last)
+    return session.finish(last)
 
 
 def test_a_job_that_succeeds(session: Session, start: Start) -> None:

@@ -109,7 +109,8 @@ def test_what_the_servers_process_gets(server: Server, home: Path, model: Path, 
 
 
 def test_what_is_written_down(server: Server, home: Path, model: Path, payload_folder: Path) -> None:
-    run = server("silent", shown_argv=["-m", "sglang.launch_server", "--api-key", "***"])
+    shown_argv = ["-m", "sglang.launch_server", "--api-key", "***"]
+    run = server("silent", shown_argv=shown_argv, env={"FAKE": "silent", "AN_API_KEY": "hunter2"})
     spec = run.spec
     assert spec.argv == [sys.executable, "-m", "sglang.launch_server", "--api-key", "***"]
     assert (spec.kind, spec.sglang, spec.code) == ("server", "0.5.23", payload_folder.name)
@@ -119,6 +120,7 @@ def test_what_is_written_down(server: Server, home: Path, model: Path, payload_f
         "model": str(model),
         "layers": {"outputs": [2]},
         "layers_words": "outputs of layers 2",
+        "env": {"FAKE": "silent", "AN_API_KEY": "***"},
     }
     secret = json.loads(run.private.env["LAYERTAP_TAP"])["secret"]
     assert secret not in (run.folder / "spec.json").read_text()

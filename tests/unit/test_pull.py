@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from backends.errors import ConnectionFailed, Locked, UsageError
 from backends.host import Host, LocalHost
 from capture.ledger import Ledger
 from console import cli, words
-from console import pull as pulls
-from console.pull import Outcome, Progress, parse_samples, pull
+from console.pull import Outcome, Progress, files, parse_samples, pull, tokens
+from console.pull import source as pull_source
 
 LAYERTAP = Path(sys.executable).with_name("layertap")
 ALL = list(range(8))
@@ -74,10 +75,10 @@ def target(home: Path) -> Path:
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything goes in small parts, and one file after the other."""
-    monkeypatch.setattr(pulls, "CHUNK", 1000)
-    monkeypatch.setattr(pulls, "STRETCH", 12)
-    monkeypatch.setattr(pulls, "BATCH", 3)
-    monkeypatch.setattr(pulls, "AT_ONCE", 1)
+    monkeypatch.setattr(pull_source, "CHUNK", 1000)
+    monkeypatch.setattr(tokens, "STRETCH", 12)
+    monkeypatch.setattr(files, "BATCH", 3)
+    monkeypatch.setattr(files, "AT_ONCE", 1)
 
 
 def bytes_of(source: Path, *numbers: int) -> int:
@@ -157,6 +158,73 @@ def test_words_for_samples() -> None:
     for text in ("", "a", "1-", "-1", "3,,4", "1-2-3", "7-3", "99999999999999999999"):
         with pytest.raises(UsageError, match="--samples"):
             parse_samples(text)
+
+
+# --- Progress ---
+
+
+class Shown(list[Progress]):
+    """What was shown; `bytes_done` never falls, and never says more than there is."""
+
+    def __call__(self, now: Progress) -> None:
+        if self:
+            assert now.bytes_done >= self[-1].bytes_done
+            assert now.files_done >= self[-1].files_done
+        assert now.bytes_done <= now.bytes
+        self.append(msgspec.structs.replace(now))
+
+    def done(self, phase: str = "files") -> list[int]:
+        return [now.bytes_done for now in self if now.phase == phase]
+
+
+def test_progress_moves_inside_a_large_file(
+    host: LocalHost, home: Path, target: Path, chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "SHOWN_SECONDS", 0.01)
+    source, shown = make_dataset(home / "large", samples=1, size=20_000), Shown()
+
+    def wait(path: str, offset: int, reads: int) -> None:
+        if path.endswith("native/rows_0-2000/0.bin") and offset in (1000, 7000):
+            until(lambda: offset in shown.done(), f"{offset} bytes of it are shown")
+
+    pull(Meddling(host, wait), str(source), target, show=shown)  # type: ignore[arg-type]
+    assert (shown[-1].files_done, shown[-1].bytes_done, shown[-1].bytes) == (2, 40_000, 40_000)
+    require_copy(target, source, [0])
+
+
+def test_what_is_here_counts_from_the_start(host: LocalHost, source: Path, target: Path, chunks: None) -> None:
+    def interrupt(path: str, offset: int, reads: int) -> None:
+        if path.endswith("native/rows_0-2000/2.bin") and offset == 3000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pull(Meddling(host, interrupt), str(source), target)  # type: ignore[arg-type]
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("layertap-pull")])
+    assert (target / "native/rows_0-2000/2.bin.part").stat().st_size == 3000
+    here = sum(path.stat().st_size for path in target.glob("*/rows_*/*"))
+    shown = Shown()
+    made = pull(host, str(source), target, show=shown)
+    assert shown.done("checking")[0] > 0
+    assert shown.done()[0] >= here
+    assert shown.done()[-1] == made.bytes
+    assert made.fetched_bytes == made.bytes - here
+
+
+@pytest.mark.parametrize("left", [b"wrong" * 200, b"too long" * 5000])
+def test_a_byte_that_is_fetched_again_counts_once(
+    host: LocalHost, source: Path, target: Path, chunks: None, monkeypatch: pytest.MonkeyPatch, left: bytes
+) -> None:
+    monkeypatch.setattr(files, "SHOWN_SECONDS", 0.001)
+    pull(host, str(source), target, [(0, 1)])
+    (target / "native/rows_0-2000/2.bin.part").write_bytes(left)
+    changed = source / "native/rows_0-2000/3.bin"
+    changed.write_bytes(bytes(changed.stat().st_size))
+    gone = source / "native/rows_0-2000/4.bin"
+    gone.unlink()
+    shown = Shown()
+    made = pull(host, str(source), target, show=shown)
+    assert [failure.sample for failure in made.failed] == [3, 4]
+    assert (shown[-1].files_done, shown[-1].bytes_done) == (14, bytes_of(source, *ALL) - 5004)
 
 
 # --- Going on ---

@@ -20,6 +20,7 @@ from helpers import ROOT, SLEEP, free_port, gone, until
 from backends import runs
 from backends.errors import Locked, RunDied, UsageError
 from backends.runs import Run, Runs, machine_id, port_free, python_path, stop
+from capture import events
 from capture.server import Process
 
 Start = Callable[..., Run]
@@ -143,7 +144,9 @@ def test_nobody_else_can_read_a_run_and_no_secret_is_shown(start: Start) -> None
         os.umask(before)
     assert run.folder.stat().st_mode & 0o777 == 0o700
     modes = {path.name: path.stat().st_mode & 0o777 for path in run.folder.iterdir()}
-    assert modes == dict.fromkeys(["spec.json", "env.json", "run.json", "verify.log", "stop.json", "exit.json"], 0o600)
+    assert modes == dict.fromkeys(
+        ["spec.json", "env.json", "run.json", "verify.log", "events.jsonl", "stop.json", "exit.json"], 0o600
+    )
     holding = {
         path.name for path in run.folder.iterdir() if "sk-123" in path.read_text() or "hf-456" in path.read_text()
     }
@@ -151,6 +154,65 @@ def test_nobody_else_can_read_a_run_and_no_secret_is_shown(start: Start) -> None
     assert run.private.argv[-1] == "sk-123"
     assert run.private.env["HF_TOKEN"] == "hf-456"
     assert run.spec.argv == ["python", "--api-key", "***"]
+
+
+# --- Its history ---
+
+
+def history(run: Run) -> list[dict]:
+    """The events without their times, which ascend."""
+    found = events.latest(run.folder)
+    times = [event.pop("at") for event in found]
+    assert times == sorted(times) and all(abs(time.time() - at) < 600 for at in times)
+    return found
+
+
+def begun(run: Run) -> dict:
+    assert run.running is not None
+    return {"event": "started", "child": run.running.child.pid, "supervisor": run.running.supervisor.pid}
+
+
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        ("raise SystemExit(3)", {"code": 3, "signal": None}),
+        ("import os; os.kill(os.getpid(), 9)", {"code": None, "signal": 9}),
+    ],
+)
+def test_what_happened_to_a_run(start: Start, code: str, end: dict) -> None:
+    run = start("verify", python(code))
+    ended(run)
+    assert history(run) == [begun(run), {"event": "ended", **end}]
+
+
+def test_what_happened_to_a_run_that_was_stopped(start: Start) -> None:
+    run = start("verify")
+    made = stop(run, "enough")
+    assert history(run) == [
+        begun(run),
+        {"event": "stop_asked", "why": "enough"},
+        {"event": "ended", "code": None, "signal": 15},
+        {"event": "stopped", "how": "asked", "seconds": made.seconds, "left": []},
+    ]
+    stop(run, "once more")
+    assert len(history(run)) == 4
+
+
+def test_what_happened_to_a_run_that_could_not_be_started(start: Start, all_runs: Runs) -> None:
+    with pytest.raises(RunDied):
+        start("verify", ["/nowhere/program"])
+    (run,) = all_runs.all()
+    assert history(run) == [{"event": "ended", "code": 127, "signal": None}]
+
+
+def test_a_history_that_cannot_be_written_ends_no_run(start: Start) -> None:
+    def prepare(run: Run) -> dict[str, str]:
+        (run.folder / "events.jsonl").mkdir()
+        return {}
+
+    run = start("verify", python("raise SystemExit(3)"), prepare=prepare)
+    assert ended(run).code == 3
+    assert events.latest(run.folder) == []
 
 
 # --- It outlives its starter ---

@@ -19,7 +19,8 @@ import psutil
 import pytest
 from helpers import free_port, until
 
-from backends import runs, watch
+from backends import processes, runs, watch
+from backends.diagnose import SILENCE, Limits
 from backends.runs import Run, stop
 from backends.watch import Health, ServerWatch
 from capture import dump
@@ -74,7 +75,7 @@ def test_a_healthy_server(server: Server) -> None:
 
 
 def test_a_server_that_is_sick(server: Server) -> None:
-    look_until(ServerWatch(server("sick")), "unknown", "the log says ready, but /health answers 503")
+    look_until(ServerWatch(server("sick")), "degraded", "the log says ready, but /health answers 503")
 
 
 def test_a_server_without_the_tap(server: Server) -> None:
@@ -196,6 +197,125 @@ def test_a_tap_of_another_version(server: Server) -> None:
     assert now["verdict"]["evidence"][-1].endswith("was the server started by another version of Layertap?")
 
 
+# --- Hangs, for real ---
+
+LIMITS = Limits(silence=dict.fromkeys(SILENCE, 3.0), quiet=1.0, window=1.5, stopped=0.5)
+
+
+def suspected(seen: ServerWatch, allowed: float) -> dict[str, Any]:
+    """Look until a hang is suspected, which must not be before the log is silent for as long as is allowed."""
+
+    def looked() -> dict[str, Any] | None:
+        now = seen.look()
+        silent = time.time() - seen.run.log.stat().st_mtime
+        assert now["verdict"]["verdict"] in ("starting", "hang_suspected"), now["verdict"]
+        if now["verdict"]["verdict"] == "starting":
+            return None
+        assert silent > allowed
+        return now
+
+    return until(looked)
+
+
+def loading(run: Run) -> Run:
+    until(lambda: run.log.exists() and "Load weight begin" in run.log.read_text())
+    return run
+
+
+def test_a_start_that_spins(server: Server) -> None:
+    seen = ServerWatch(loading(server("spin")), limits=LIMITS)
+    suspected(seen, 3.0)
+    # Other tests on this machine may leave it less than a core for a while.
+    until(lambda: seen.look()["verdict"]["findings"][0] == "start-spins")
+
+
+def test_a_start_that_stands(server: Server) -> None:
+    now = suspected(ServerWatch(loading(server("silent")), limits=LIMITS), 3.0)
+    assert "start-spins" not in now["verdict"]["findings"]
+    assert now["verdict"]["cause"] == "loading the weights stands still: nothing is read, and nothing is logged"
+
+
+def test_a_start_that_was_stopped(server: Server) -> None:
+    run = loading(server("silent"))
+    seen = ServerWatch(run, limits=msgspec.structs.replace(LIMITS, silence=dict.fromkeys(SILENCE, 600.0)))
+    assert seen.look()["verdict"]["verdict"] == "starting"
+    os.kill(run.running.child.pid, signal.SIGSTOP)
+    now = suspected(seen, 0.5)
+    assert now["verdict"]["findings"][0] == "rank-stopped"
+    assert now["verdict"]["evidence"][-1].endswith("stopped")
+    os.kill(run.running.child.pid, signal.SIGCONT)
+    look_until(seen, "starting")
+
+
+def test_a_server_that_was_stopped_while_it_is_idle(server: Server) -> None:
+    run = server()
+    seen = ServerWatch(run, limits=LIMITS)
+    look_until(seen, "healthy")
+    os.kill(run.running.child.pid, signal.SIGSTOP)
+    now = until(lambda: (now := seen.look())["verdict"]["verdict"] == "hang_suspected" and now)
+    assert now["verdict"]["findings"][0] == "rank-stopped"
+    os.kill(run.running.child.pid, signal.SIGCONT)
+    look_until(seen, "healthy")
+
+
+def test_a_start_that_compiles_is_slow_but_fine(server: Server) -> None:
+    seen = ServerWatch(loading(server("compile")), limits=LIMITS)
+    now = look_until(seen, "slow_but_fine", "kernels are being compiled")
+    assert "compilers at work: nvcc" in now["verdict"]["evidence"]
+    until(lambda: time.time() - seen.run.log.stat().st_mtime > 5.0)
+    for _ in range(20):
+        assert seen.look()["verdict"]["verdict"] == "slow_but_fine"
+
+
+def test_weights_from_a_slow_disk_are_slow_but_fine(quiet: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel counts the bytes that a process reads from a disk; here they are counted up."""
+    write(quiet, f"[{stamp()}] Load weight begin. avail mem=1.00 GB\n")
+    begun = time.monotonic()
+    look = processes.RunProcesses.look
+
+    def reading(self: processes.RunProcesses) -> list[processes.ProcessSample]:
+        read = int(30e6 * (time.monotonic() - begun))
+        return [msgspec.structs.replace(one, read_bytes=read) for one in look(self)]
+
+    monkeypatch.setattr(processes.RunProcesses, "look", reading)
+    now = look_until(ServerWatch(quiet, limits=LIMITS), "slow_but_fine", "weights are being read from disk")
+    assert any(line.endswith("MB/s read from disks") for line in now["verdict"]["evidence"])
+
+
+def test_graphs_that_count_up_are_slow_but_fine(quiet: Run) -> None:
+    seen = ServerWatch(quiet, limits=msgspec.structs.replace(LIMITS, usual=1.0, bar=60.0))
+    bar = "\rCapturing batches (bs=8 avail_mem=3.10 GB):  33%|###  | {}/36 [00:10<00:20,  1.00s/it]\r"
+    write(quiet, f"[{stamp(9)}] Capture cuda graph begin. This can take up to several minutes. avail mem=9.00 GB\n")
+    write(quiet, bar.format(12))
+    assert seen.look()["verdict"]["verdict"] == "starting"
+    write(quiet, bar.format(13))
+    now = look_until(seen, "slow_but_fine", "it takes long, and its bar moves")
+    assert any("13 of 36 graphs" in line for line in now["verdict"]["evidence"])
+
+
+def test_answers_to_health_are_no_sign_of_life(quiet: Run) -> None:
+    seen = ServerWatch(quiet, limits=LIMITS)
+    write(quiet, f"[{stamp()}] INFO:     Uvicorn running on http://127.0.0.1:30000\n")
+
+    def looked() -> dict[str, Any] | None:
+        write(quiet, f'[{stamp()}] INFO:     127.0.0.1:1 - "GET /health HTTP/1.1" 503 Service Unavailable\n')
+        now = seen.look()
+        return now if now["verdict"]["verdict"] == "hang_suspected" else None
+
+    assert until(looked)["verdict"]["findings"][0] == "warmup-hang"
+
+
+def test_a_rank_that_vanishes(start: Callable[..., Run], home: Path) -> None:
+    titled = "import subprocess; subprocess.run(['sglang::scheduler_TP1', '600'], executable='/bin/sleep')"
+    run = start("server", [sys.executable, "-c", f"{titled}; import time; time.sleep(600)"], port=free_port())
+    seen = ServerWatch(run, limits=LIMITS)
+    until(lambda: seen.look()["verdict"]["evidence"][-1].startswith("rank scheduler_TP1"))
+    for process in run.processes():
+        if process.cmdline()[:1] == ["sglang::scheduler_TP1"]:
+            process.kill()
+    look_until(seen, "crashed", "scheduler_TP1 is dead while the launcher still runs")
+
+
 # --- The log ---
 
 
@@ -262,11 +382,11 @@ def test_ranks_are_told_by_their_titles(start: Callable[..., Run], home: Path) -
     run = start("server", [sys.executable, "-c", titled], port=free_port())
     assert run.running is not None
     rank = psutil.Process(run.running.child.pid)
-    until(lambda: rank.cmdline()[0] == "sglang::scheduler_TP0" and rank.status() == "sleeping")
+    until(lambda: rank.cmdline()[:1] == ["sglang::scheduler_TP0"] and rank.status() == "sleeping")
     seen = ServerWatch(run)
     ranks = until(lambda: [line for line in seen.look()["verdict"]["evidence"] if line.startswith("rank")])
     assert ranks == ["rank scheduler_TP0 sleeping"]
-    assert seen.look()["verdict"]["evidence"][-1] == "rank scheduler_TP0 0 % CPU, sleeping"
+    until(lambda: seen.look()["verdict"]["evidence"][-1] == "rank scheduler_TP0 0 % CPU, sleeping")
 
 
 def test_who_listens(monkeypatch: pytest.MonkeyPatch) -> None:

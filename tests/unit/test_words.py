@@ -79,6 +79,7 @@ def server(**known: Any) -> dict[str, Any]:
         "phase_seconds": None,
         "phases": [],
         "verdict": {"verdict": "starting", "cause": None, "remedy": None, "evidence": []},
+        "stacks": None,
     } | known
 
 
@@ -147,7 +148,7 @@ def test_a_server_that_crashed() -> None:
     ]
 
 
-@pytest.mark.parametrize(("verdict", "sign"), [("stopped", "-"), ("unknown", "?")])
+@pytest.mark.parametrize(("verdict", "sign"), [("stopped", "-"), ("unknown", "?"), ("degraded", "?")])
 def test_every_verdict_has_a_sign_of_its_own(verdict: str, sign: str) -> None:
     now = server()
     now["verdict"]["verdict"] = verdict
@@ -222,9 +223,9 @@ def test_a_host_without_gpus_is_no_error() -> None:
 
 
 def test_a_link_that_is_not_live() -> None:
-    state = {"since": time.time() - 29.5, "why": "cut", "attempt": 3, "next_in": 3.2, "state": "reconnecting"}
-    assert list(words.link(state)) == ["! link reconnecting for 30 s, attempt 3, next in 4 s: cut"]
-    assert list(words.link(state | {"state": "live"})) == []
+    state = {"since": 100.0, "why": "cut", "attempt": 3, "next_in": 3.2, "state": "reconnecting"}
+    assert list(words.link(state, 129.5)) == ["! link reconnecting for 30 s, attempt 3, next in 4 s: cut"]
+    assert list(words.link(state | {"state": "live"}, 129.5)) == []
 
 
 def progress(**known: Any) -> dict[str, Any]:
@@ -285,7 +286,7 @@ def test_an_extraction() -> None:
 def test_a_snapshot() -> None:
     at = time.mktime((2026, 1, 1, 12, 34, 56, 0, 0, -1))
     now = {"at": at, "host": {"user": "ada", "host": "gpu-7"}, "server": None, "dumps": None, "extraction": None}
-    now |= {"link": {"state": "live"}, "gpus": {"state": "ok", "why": None, "gpus": [GPU]}}
+    now |= {"streams": [], "link": {"state": "live"}, "gpus": {"state": "ok", "why": None, "gpus": [GPU]}}
     (gpu,) = words.gpus(now["gpus"])
     assert list(words.snapshot(now)) == ["ada@gpu-7 · 12:34:56", gpu, "no server of ours ever ran here"]
     now |= {"server": server(), "dumps": DUMPS, "extraction": extraction()}
@@ -419,3 +420,127 @@ def test_a_launch() -> None:
         "--disable-radix-cache  # missing rows [base]",
         "--api-key ***          # [command line]",
     ]
+
+
+# --- A sample ---
+
+
+def sample(**known: Any) -> dict[str, Any]:
+    state = {
+        "shape": [3, 8],
+        "dtype": "bfloat16",
+        "mean": -0.00123,
+        "std": 1.5,
+        "median_norm": 40.0,
+        "norms": [4123.4, 40.0, 0.0],
+        "odd": [{"row": 2, "why": "all zero"}, {"row": 0, "why": "far off"}],
+        "odd_rows": 2,
+        "norm": "before the final norm",
+    }
+    one = {"number": 1234, "file": "/rows/a.jsonl", "line": 17, "tokens": 3, "state": "written", "attempts": 1}
+    return {
+        "sample": one,
+        "tokens": [
+            {"id": 19180, "text": "What\n", "in_loss": False},
+            {"id": 5, "text": " is", "in_loss": True},
+            {"id": 6, "text": None, "in_loss": True},
+        ],
+        "left_out": 0,
+        "no_text": None,
+        "states": {"aux_0": state},
+        "rule": "norm more than 10 times off the median",
+        "files": [{"format": "native", "path": "native/1234", "bytes": 71_700, "xxh3": ""}],
+        "failures": [],
+        **known,
+    }
+
+
+def test_a_sample_token_by_token() -> None:
+    assert list(words.sample(sample())) == [
+        "+ sample 1,234 written · a.jsonl:17 · 3 tokens, 2 in the loss · 1 attempt",
+        "   row       id  text                loss     |aux_0|",
+        "     0    19180  'What\\n'            -         ? 4123",
+        "     1        5  ' is'               yes           40",
+        "     2        6                      yes          ! 0",
+        "aux_0  [3, 8] bfloat16 · mean -0.00123 · std 1.5 · norm 0 to 4123, median 40",
+        "       ! row 2 all zero · ? row 0 far off",
+        "! wrong, ? norm more than 10 times off the median",
+        "native/1234: 71.7 kB",
+        "+ verified: ids, mask, shapes, dtype, values, size and checksum are as they should be",
+    ]
+
+
+def test_a_sample_without_states_and_texts() -> None:
+    one = sample()["sample"] | {"state": "failed", "attempts": 3}
+    why = {"sample": 1234, "format": None, "reason": "it is not extracted"}
+    said = list(
+        words.sample(sample(sample=one, states={}, files=[], failures=[why], no_text="/m: no such model", left_out=9))
+    )
+    assert said[0] == "! sample 1,234 failed · a.jsonl:17 · 3 tokens, 2 of the first 3 in the loss · 3 attempts"
+    assert said[1] == "no texts: /m: no such model"
+    assert said[-2:] == ["     … and 9 more", "! it is not extracted"]
+
+
+def test_odd_rows_of_which_there_are_many() -> None:
+    odd = [{"row": row, "why": "all zero"} for row in range(7)]
+    said = words.odd_rows({"odd": odd, "odd_rows": 1007})
+    assert said.startswith("! row 0 all zero · ! row 1 all zero")
+    assert said.endswith("! row 4 all zero · 1,002 more")
+
+
+def test_figures_that_are_not_finite() -> None:
+    state = {"shape": [1, 8], "dtype": "float32", "mean": None, "std": None, "median_norm": None, "norms": [None]}
+    assert words.sample_state(state) == "[1, 8] float32 · mean ? · std ? · norm ?, median ?"
+
+
+# --- Runs ---
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ({"event": "started", "child": 8, "supervisor": 7}, "started as process 8, supervised by process 7"),
+        ({"event": "stop_asked", "why": "layertap stop"}, "asked to stop: layertap stop"),
+        ({"event": "ended", "code": 0, "signal": None}, "ended with code 0"),
+        ({"event": "ended", "code": None, "signal": 9}, "ended by signal 9"),
+        (
+            {"event": "stopped", "how": "asked", "seconds": 1.5, "left": []},
+            "stopped in 1.5 s (asked), left behind: nothing",
+        ),
+        (
+            {"event": "stopped", "how": "ended by SIGKILL", "seconds": 37.0, "left": ["port 1", "process 2 (x)"]},
+            "stopped in 37.0 s (ended by SIGKILL), left behind: port 1; process 2 (x)",
+        ),
+        (
+            {"event": "prepared", "resumed": True, "samples": 2500, "written": 1200, "bad_rows": 0},
+            "prepared: 2,500 samples, 1,200 of them written already",
+        ),
+        (
+            {"event": "gate", "id": "radix", "fatal": True, "what": "the cache is on", "remedy": "turn it off"},
+            "gate: the cache is on; turn it off",
+        ),
+        ({"event": "retry", "sample": 3, "reason": "/generate:\n 500"}, "sample 3 is drawn again: /generate: 500"),
+        (
+            {"event": "failed", "sample": 3, "file": "r.jsonl", "line": 4, "reason": "not finite"},
+            "sample 3 (r.jsonl:4) failed: not finite",
+        ),
+        ({"event": "log_only", "most": 300}, "further retries and failures are only in the log"),
+        ({"event": "server_lost", "reason": "it is dead"}, "server lost: it is dead"),
+        ({"event": "error", "reason": "no such file"}, "ended early: no such file"),
+        ({"event": "finished", "samples": 3, "bad_rows": 0}, "finished: samples 3, bad rows 0"),
+        ({"event": "retry", "sample": 3}, "retry: sample 3"),
+        ({"event": "prepared", "samples": None, "written": 1}, "prepared: samples None, written 1"),
+        ({"event": "ended"}, "ended:"),
+        ({"event": "of_a_later_version", "key": [1]}, "of_a_later_version: key [1]"),
+    ],
+)
+def test_an_event(event: dict[str, Any], said: str) -> None:
+    assert words.event({"at": 1.0, **event}) == said
+
+
+def test_a_run_with_its_events() -> None:
+    at = time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))
+    shown = {"id": "try-1", "state": "exited", "exit": {"code": 0, "signal": None}}
+    shown["events"] = [{"at": at, "event": "ended", "code": 0, "signal": None}]
+    assert list(words.run(shown)) == [f"{'try-1':<32} exited 0", "  2026-01-02 03:04:05  ended with code 0"]
+    assert words.run_line({"id": "try-1", "state": "running", "exit": None}) == f"{'try-1':<32} running"

@@ -1,7 +1,8 @@
 """A server that logs, serves /health and writes tap.json as SGLang with the tap does, and misbehaves on request.
 
 `FAKE` in the environment holds words: `no-tap`, `sick` (503), `crash`, `silent` (never ready), `no-port` (ready, but
-listens nowhere), `stubborn` (ignores SIGTERM), `mute` (/server_info never answers).
+listens nowhere), `stubborn` (ignores SIGTERM), `mute` (/server_info never answers), `spin` (uses CPU and says nothing
+while it starts), `compile` (has a busy compiler below it while it starts).
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -47,6 +50,14 @@ def write_tap(model: str) -> None:
     dump.write_json(folder / "tap.json", state)
 
 
+def compile_for_ever() -> None:
+    """Runs what the kernel takes for nvcc."""
+    with tempfile.TemporaryDirectory() as folder:
+        compiler = Path(folder) / "nvcc"
+        compiler.symlink_to(os.path.realpath(sys.executable))
+        subprocess.run([compiler, "-S", "-c", "while True: pass"], check=False)
+
+
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/server_info" and "mute" in WORDS:
@@ -54,7 +65,8 @@ class Handler(BaseHTTPRequestHandler):
             threading.Event().wait()
         self.send_response(503 if "sick" in WORDS else 200)
         self.end_headers()
-        self.wfile.write(b"{}")
+        info = {"api_key": "sk-secret", "tp_size": 1}
+        self.wfile.write(json.dumps(info if self.path == "/server_info" else {}).encode())
 
     def log_message(self, *_: object) -> None:
         pass
@@ -72,6 +84,11 @@ def main() -> None:
     if "crash" in WORDS:
         log("Scheduler hit an exception: Traceback (most recent call last):")
         sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+    if "spin" in WORDS:
+        while True:
+            pass
+    if "compile" in WORDS:
+        compile_for_ever()
     if "silent" in WORDS:
         signal.pause()
     if "no-tap" not in WORDS:

@@ -12,11 +12,13 @@ import pytest
 
 
 @contextlib.contextmanager
-def small_tmpfs(folder: Path, size: str) -> Iterator[Path]:
+def small_tmpfs(folder: Path, size: str, *options: str) -> Iterator[Path]:
     """Mount a tmpfs of `size` on `folder`; the test is skipped, and says so, where mounting is not permitted."""
     folder.mkdir(exist_ok=True)
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", folder], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", ",".join([f"size={size}", "mode=0700", *options]), "tmpfs", folder],
+        capture_output=True,
+        text=True,
     )
     if mounted.returncode:
         pytest.skip(f"a tmpfs cannot be mounted here: {mounted.stderr.strip()}")

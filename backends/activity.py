@@ -1,0 +1,158 @@
+"""What a server's processes and GPUs did over the last seconds: evidence that a silent server works, or does not."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from backends.gpus import Gpu
+from backends.processes import ProcessSample
+
+SECONDS = 15.0  # that are looked back
+SHORTEST = 1.0  # over which a rate says something
+COMPILER_PERCENT = 5.0  # CPU of a compiler that works; below, it waits like everybody
+READS = 1e6  # bytes/s from disks: less is noise
+GROWTH = 4e6  # bytes/s of memory
+BUSY = 95  # percent of a GPU
+IDLE = 5
+IDLE_POWER = 0.35  # of the limit: a real load draws more
+
+
+class Activity(msgspec.Struct):
+    """What moved in the last `seconds`; None stands for not known.
+
+    `compilers` are the titles of those that used CPU. `cpu_percent` is the mean use of one core by pid, `waiting` the
+    processes that stood in disk sleep all the time. `gpus_spin`: every GPU of the server was busy throughout the last
+    `gpu_seconds` with the power of an idle one, and its memory did not grow; `gpus_work`: some GPU drew a real load.
+    `idle_gpu` is the only idle one among busy ones.
+    """
+
+    seconds: float
+    compilers: list[str] = []
+    read_bytes_per_second: float | None = None
+    memory_bytes_per_second: float | None = None
+    cpu_percent: dict[int, float] = {}
+    waiting: list[int] = []
+    gpu_seconds: float = 0.0
+    gpus_spin: bool = False
+    gpus_work: bool = False
+    idle_gpu: int | None = None
+
+    @property
+    def reads_move(self) -> bool:
+        """Whether bytes come from disks."""
+        return (self.read_bytes_per_second or 0.0) >= READS
+
+    @property
+    def memory_grows(self) -> bool:
+        """Whether the server's processes take up memory."""
+        return (self.memory_bytes_per_second or 0.0) >= GROWTH
+
+    def sentences(self) -> list[str]:
+        """What is worth telling."""
+        said = []
+        if self.compilers:
+            said.append(f"compilers at work: {', '.join(self.compilers)}")
+        if self.reads_move:
+            said.append(f"{(self.read_bytes_per_second or 0.0) / 1e6:.0f} MB/s read from disks")
+        if self.memory_grows:
+            said.append(f"memory grows by {(self.memory_bytes_per_second or 0.0) / 1e6:.0f} MB/s")
+        if self.gpus_spin:
+            said.append("every GPU at 100 % with the power of an idle one")
+        if self.idle_gpu is not None:
+            said.append(f"GPU {self.idle_gpu} idle while the others are busy")
+        return said
+
+
+class _Look(NamedTuple):
+    at: float
+    processes: dict[int, ProcessSample]
+    gpus: list[Gpu]
+
+
+class ActivityWatch:
+    """Remembers what was seen of a server, for as long as a judgement looks back."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._looks: deque[_Look] = deque()
+
+    def look(self, processes: Sequence[ProcessSample], gpus: Sequence[Gpu], ours: Collection[int]) -> Activity:
+        """Take in what is seen now. `ours`: the server's own processes, without compilers and other helpers."""
+        now = self._clock()
+        self._looks.append(_Look(now, {process.pid: process for process in processes}, list(gpus)))
+        while len(self._looks) > 2 and self._looks[1].at <= now - SECONDS:
+            self._looks.popleft()
+        first, last = self._looks[0], self._looks[-1]
+        seconds = last.at - first.at
+        activity = Activity(seconds=seconds, compilers=self._compilers())
+        both = [pid for pid in ours if pid in first.processes and pid in last.processes]
+        if seconds >= SHORTEST and both:
+            read = [(first.processes[pid].read_bytes, last.processes[pid].read_bytes) for pid in both]
+            grown = sum(last.processes[pid].rss_bytes - first.processes[pid].rss_bytes for pid in both)
+            known = [after - before for before, after in read if before is not None and after is not None]
+            activity.read_bytes_per_second = sum(known) / seconds if known else None
+            activity.memory_bytes_per_second = grown / seconds
+        activity.cpu_percent = self._cpu(ours)
+        activity.waiting = [pid for pid in both if all(self._waits(look, pid) for look in self._looks)]
+        self._judge_gpus(activity)
+        return activity
+
+    def _compilers(self) -> list[str]:
+        """Those that used CPU, or were seen only once, as short ones are."""
+        working = {
+            process.title
+            for look in self._looks
+            for process in look.processes.values()
+            if process.compiler and (process.cpu_percent is None or process.cpu_percent >= COMPILER_PERCENT)
+        }
+        return sorted(working)
+
+    def _cpu(self, pids: Collection[int]) -> dict[int, float]:
+        found = {}
+        for pid in pids:
+            seen = [look.processes[pid].cpu_percent for look in self._looks if pid in look.processes]
+            known = [percent for percent in seen if percent is not None]
+            if known:
+                found[pid] = sum(known) / len(known)
+        return found
+
+    @staticmethod
+    def _waits(look: _Look, pid: int) -> bool:
+        process = look.processes.get(pid)
+        return process is not None and process.state == "disk-sleep"
+
+    def _judge_gpus(self, activity: Activity) -> None:
+        looks = [look for look in self._looks if look.gpus]
+        if not looks:
+            return
+        activity.gpu_seconds = looks[-1].at - looks[0].at
+        by_index: dict[int, list[Gpu]] = {}
+        for look in looks:
+            for gpu in look.gpus:
+                by_index.setdefault(gpu.index, []).append(gpu)
+        busy = [
+            index for index, seen in by_index.items() if all((gpu.utilisation_percent or 0) >= BUSY for gpu in seen)
+        ]
+        idle = [
+            index
+            for index, seen in by_index.items()
+            if all(gpu.utilisation_percent is not None and gpu.utilisation_percent <= IDLE for gpu in seen)
+        ]
+        draws = [index for index, seen in by_index.items() if any(_draws_load(gpu) for gpu in seen)]
+        grows = any((seen[-1].memory_used_bytes or 0) > (seen[0].memory_used_bytes or 0) for seen in by_index.values())
+        activity.gpus_spin = len(busy) == len(by_index) and not draws and not grows
+        activity.gpus_work = bool(draws) or any((gpu.utilisation_percent or 0) > IDLE for gpu in looks[-1].gpus)
+        if len(by_index) > 1 and len(idle) == 1 and len(busy) == len(by_index) - 1:
+            activity.idle_gpu = idle[0]
+
+
+def _draws_load(gpu: Gpu) -> bool:
+    """Whether a GPU draws more power than one that only spins; also where that is not known."""
+    if gpu.power_watts is None or not gpu.power_limit_watts:
+        return True
+    return gpu.power_watts > IDLE_POWER * gpu.power_limit_watts

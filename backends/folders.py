@@ -1,0 +1,47 @@
+"""Looking into the folders of this host, for whoever chooses a file there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from backends.errors import UsageError
+
+MOST = 2000  # entries in one answer
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A file or a folder; `bytes` is None for a folder, and for what can no longer be asked."""
+
+    name: str
+    folder: bool
+    bytes: int | None
+
+
+class Folder(msgspec.Struct, frozen=True):
+    """A folder by its absolute path: its entries, folders first, and how many are left out."""
+
+    path: str
+    entries: list[Entry]
+    left_out: int
+
+
+def read_folder(path: str) -> Folder:
+    """What is in a folder; a relative path starts at the home folder. Raises UsageError where it cannot be read."""
+    place = Path.home() / Path(path).expanduser()
+    try:
+        with os.scandir(place) as found:
+            entries = sorted(map(_entry, found), key=lambda entry: (not entry.folder, entry.name))
+    except OSError as error:
+        raise UsageError(f"{place}: {error.strerror}") from error
+    return Folder(str(place), entries[:MOST], max(0, len(entries) - MOST))
+
+
+def _entry(found: os.DirEntry[str]) -> Entry:
+    try:
+        folder = found.is_dir()
+        return Entry(found.name, folder, None if folder else found.stat().st_size)
+    except OSError:  # gone already, or a link that leads nowhere
+        return Entry(found.name, False, None)

@@ -1,0 +1,169 @@
+"""A log by itself into a verdict: what `layertap diagnose` says of a file, without a host and without its server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from backends.catalogue import Signature, catalogue
+from backends.diagnose import READ_THE_LOG, Limits, State, crash
+from backends.errors import UsageError
+from backends.reading import Hit, LogReader
+from backends.sglang import mask_text
+from backends.startup import Phase
+
+BLOCK = 4 << 20
+AT_THE_END = 200  # lines: an error that so many lines followed was survived
+SHOWN = 300  # characters of a quoted line
+FINE = ("healthy", "starting", "slow_but_fine", "stopped")
+UNLISTED = "unlisted"
+
+
+class Finding(msgspec.Struct):
+    """Something that is wrong. `since` in epoch seconds, by the log's own clock; None where its lines have no time."""
+
+    id: str
+    since: float | None
+    evidence: list[str]
+    cause: str
+    remedy: str
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """What a log comes to; `findings` begin with the one that speaks."""
+
+    schema: int = 1
+    verdict: State
+    phases: list[Phase]
+    findings: list[Finding]
+
+    @property
+    def fine(self) -> bool:
+        """Whether nothing is wrong, as far as a log tells."""
+        return self.verdict in FINE
+
+
+def report(path: Path, now: float, limits: Limits | None = None) -> Report:
+    """Read a log to its end and judge it at the moment `now` (epoch seconds).
+
+    Raises UsageError where the file cannot be read or holds no line of SGLang's.
+    """
+    reader = read(path)
+    if reader.startup.last_stamp is None and not reader.hits and reader.startup.crashed is None:
+        raise UsageError(f"{path} holds no line of SGLang's; give the server's log")
+    return judge(reader, now, limits or Limits())
+
+
+def read(path: Path) -> LogReader:
+    """Read a log. Raises UsageError."""
+    reader = LogReader()
+    rest = b""
+    try:
+        with path.open("rb") as file:
+            while block := file.read(BLOCK):
+                whole, newline, rest = (rest + block).rpartition(b"\n")
+                reader.feed((whole + newline).decode(errors="replace"))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+    if rest:
+        reader.feed(rest.decode(errors="replace"))
+    return reader
+
+
+def judge(reader: LogReader, now: float, limits: Limits) -> Report:
+    """Judge what was read, at the moment `now`."""
+    startup = reader.startup
+    phase = startup.current.id if startup.current else None
+    if startup.crashed is not None:
+        return _crashed(reader, startup.crashed, startup.crashed_line, startup.crashed_at)
+    if startup.stopping:
+        return _report(reader, "stopped", [])
+    up = startup.ready or (reader.batch is not None and phase is None)
+    ended = [hit for hit in _hits(reader, "crash") if not up or startup.lines - hit.last <= AT_THE_END]
+    if ended:
+        last = max(ended, key=lambda hit: hit.last)
+        return _crashed(reader, last.text, last.last, last.last_at)
+    if up:
+        found = [catalogue().by_id[hit.id] for hit in _hits(reader, "degraded")]
+        return _report(reader, "degraded" if found else "healthy", found)
+    silent = None if startup.last_stamp is None else now - startup.last_stamp
+    if silent is not None and silent > limits.silence[phase or "launch"]:
+        return _report(reader, "hang_suspected", _at_the_end(reader, "hang", phase)[:1])
+    found = _at_the_end(reader, "slow", phase)[:1]
+    return _report(reader, "slow_but_fine" if found else "starting", found)
+
+
+def _crashed(reader: LogReader, line: str, number: int | None, at: float | None) -> Report:
+    phase = reader.startup.current.id if reader.startup.current else None
+    verdict = crash(line, phase, reader.hits.values(), number)
+    quoted = [] if number is None else [_quoted(number, line)]
+    if not verdict.findings:
+        evidence = [*quoted, *_phases(reader)]
+        return _report(reader, "crashed", [], Finding(UNLISTED, at, evidence, mask_text(line), READ_THE_LOG))
+    first, *others = [catalogue().by_id[name] for name in verdict.findings]
+    evidence = [*quoted, *(_seen(reader, first) if first.id in reader.hits else []), *_phases(reader)]
+    hit = reader.hits.get(first.id)
+    since = hit.at if hit else at
+    finding = Finding(first.id, since, list(dict.fromkeys(evidence)), first.cause, first.remedy)
+    return _report(reader, "crashed", others, finding)
+
+
+def _report(reader: LogReader, verdict: State, found: Iterable[Signature], first: Finding | None = None) -> Report:
+    findings = [first] if first else []
+    for one in found:
+        hit = reader.hits.get(one.id)
+        since = hit.at if hit else reader.startup.last_stamp
+        findings.append(Finding(one.id, since, [*_seen(reader, one), *_phases(reader)], one.cause, one.remedy))
+    return Report(verdict=verdict, phases=reader.startup.phases, findings=findings)
+
+
+def _hits(reader: LogReader, kind: str) -> list[Hit]:
+    """Hits of a kind, specific ones first."""
+    by_id = catalogue().by_id
+    found = [hit for hit in reader.hits.values() if by_id[hit.id].kind == kind]
+    return sorted(found, key=lambda hit: (by_id[hit.id].generic, hit.line))
+
+
+def _at_the_end(reader: LogReader, kind: str, phase: str | None) -> list[Signature]:
+    """Signatures of a kind that the log's end may mean; the general one last."""
+    found = [
+        one
+        for one in catalogue().signatures
+        if one.kind == kind
+        and one.id in reader.hits
+        and one.in_phase(phase)
+        and (not one.last_line or reader.last_line(one))
+    ]
+    general = [one for one in catalogue().signatures if one.kind == kind and "log_only" in one.needs]
+    return sorted(found, key=lambda one: one.generic) + general
+
+
+def _seen(reader: LogReader, one: Signature) -> list[str]:
+    """The lines of a signature, quoted; where it has none, the log's last line by its number."""
+    hit = reader.hits.get(one.id)
+    if hit is None:
+        return [f"the log ends at line {reader.startup.lines:,}"]
+    more = [f"{hit.count - 1:,} more such lines, the last one {hit.last:,}"] if hit.count > 1 else []
+    return [_quoted(hit.line, hit.text), *more]
+
+
+def _quoted(number: int, text: str) -> str:
+    return f"line {number:,}: {mask_text(text)[:SHOWN]}"
+
+
+def _phases(reader: LogReader) -> list[str]:
+    """How far the start came, and how long each phase took."""
+    phases = reader.startup.phases
+    if not phases:
+        return []
+    took = [
+        f"{phase.id} {phase.ended - phase.started:.0f} s"
+        for phase in phases
+        if phase.started is not None and phase.ended is not None
+    ]
+    last = phases[-1]
+    detail = f" ({last.detail})" if last.detail and last.id != "ready" else ""
+    before = f"; before it {', '.join(took)}" if took else ""
+    return [f"phase reached: {last.id}{detail}{before}"]

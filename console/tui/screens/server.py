@@ -1,0 +1,226 @@
+"""The server: what runs and whether it is safe to draw from; and a launch, shown whole before it starts."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.content import Content
+from textual.widgets import Button, Input, Label, Select, Static
+
+from backends.errors import LayertapError, UsageError
+from backends.sglang import Launch, Overrides, mask_argv
+from capture.layers import LayerChoice
+from console.feed import Feed
+from console.launching import differences, layer_choice, pairs, shown
+from console.session import Session
+from console.tui.screens.base import HostScreen
+from console.tui.widgets.overview import ServerPanel
+from console.tui.widgets.panel import Panel, line, wrapped
+
+DEFAULT_PORT = 30000
+WAYS = (
+    ("outputs of layers", "outputs"),
+    ("boundaries", "boundaries"),
+    ("EAGLE-3 ids", "eagle_ids"),
+    ("a drafter's config.json", "draft"),
+)
+
+
+class GatePanel(Panel):
+    """Whether this server is safe to draw from, by its resolved arguments and the tap's own word."""
+
+    title = "Gate"
+
+    def __init__(self, **known: Any) -> None:
+        super().__init__(**known)
+        self.findings: list[dict[str, Any]] | None = None
+        self.why = "not asked yet"
+
+    def paint(self, now: dict[str, Any], width: int) -> list[Content]:
+        """See `Panel`."""
+        if self.findings is None:
+            return [line((self.why, "$foreground-muted"))]
+        if not self.findings:
+            return [line(("+ safe to draw from", "$text-success"), ": no rule of the gate objects")]
+        lines = []
+        for finding in self.findings:
+            sign, style = ("! ", "$text-error") if finding["fatal"] else ("? ", "$text-warning")
+            lines += wrapped(finding["what"], width, style, sign, "  ")
+            lines += wrapped(finding["remedy"], width, "", "  -> ", "     ")
+        return lines
+
+
+class ServerScreen(HostScreen):
+    """Server and gate on top; below them the form of a launch, and what it comes to."""
+
+    BINDINGS = [  # noqa: RUF012
+        Binding("ctrl+l", "launch", "Launch", id="server.launch"),
+        Binding("ctrl+g", "gate", "Ask the gate", id="server.gate"),
+    ]
+
+    def __init__(self, feed: Feed) -> None:
+        super().__init__(feed)
+        self._filled = False
+        self._asked_gate = False
+        self._merged: tuple[Launch, LayerChoice] | None = None
+
+    def compose_body(self) -> ComposeResult:
+        """See `HostScreen`."""
+        with VerticalScroll(id="all", can_focus=False):
+            with Horizontal(id="state"):
+                yield ServerPanel(id="server")
+                yield GatePanel(id="gate")
+            with Horizontal(id="launching"):
+                with Vertical(id="form"):
+                    yield Label("profile")
+                    yield Select[str]([], id="profile", prompt="choose a profile", compact=True)
+                    yield Label("model: its folder on the host; empty takes the profile's")
+                    yield Input(id="model", compact=True)
+                    yield Label("port on the host's loopback")
+                    yield Input(str(DEFAULT_PORT), id="port", type="integer", compact=True)
+                    yield Label("layers, named as")
+                    yield Select(WAYS, value="outputs", allow_blank=False, id="way", compact=True)
+                    yield Input(placeholder="2 30 58", id="layers", compact=True)
+                    yield Label("more arguments: NAME=VALUE, NAME=unset takes one away")
+                    yield Input(placeholder="mem-fraction-static=0.85", id="set", compact=True)
+                    yield Button("Launch", id="launch", variant="primary", compact=True)
+                yield Static(markup=False, id="preview")
+
+    def on_mount(self) -> None:
+        """See `HostScreen`."""
+        self.query_one("#preview").border_title = "What would start"
+
+    def show(self, now: dict[str, Any]) -> None:
+        """See `HostScreen`."""
+        super().show(now)
+        if self.feed.session and now["host"] and not self._filled:
+            self._filled = True
+            self._fill(self.feed.session, now["server"])
+        server = now["server"]
+        if server and server["verdict"]["verdict"] == "healthy" and not self._asked_gate:
+            self.action_gate()
+
+    def _fill(self, session: Session, last: dict[str, Any] | None) -> None:
+        profiles = self.query_one("#profile", Select)
+        profiles.set_options((name, name) for name in session.profiles)
+        if last is None:
+            return
+        details = last["details"]
+        if details["profile"] in session.profiles:
+            profiles.value = details["profile"]
+        if not details["profile"].startswith("embedded-"):
+            self.query_one("#model", Input).value = details["model"]
+        self.query_one("#port", Input).value = str(last["port"])
+        ((way, layers),) = details["layers"].items()
+        self.query_one("#way", Select).value = way
+        self.query_one("#layers", Input).value = layers if way == "draft" else " ".join(map(str, layers))
+
+    def action_gate(self) -> None:
+        """Ask the gate about the live server."""
+        server = self.feed.snapshot()["server"]
+        if server and server["state"] == "running":
+            self._asked_gate = True
+            self.run_worker(self._ask_gate(server["id"]), exclusive=True, group="gate")
+
+    async def _ask_gate(self, run_id: str) -> None:
+        panel = self.query_one(GatePanel)
+        answer = await self.ask_host(lambda session: session.host.request("gate", run_id=run_id))
+        panel.findings = answer["findings"] if answer else None
+        panel.why = "it could not be asked"
+
+    @on(Select.Changed)
+    @on(Input.Changed)
+    def preview(self) -> None:
+        """Merge what the form says, and show it."""
+        session = self.feed.session
+        profile = self.query_one("#profile", Select).value
+        if session is None or not isinstance(profile, str):
+            return
+        shown_at = self.query_one("#preview", Static)
+        try:
+            merged, layers = self._merge(session, profile)
+        except LayertapError as error:
+            self._merged = None
+            shown_at.update(line((f"! {error}", "$text-error")))
+            return
+        self._merged = merged, layers
+        shown_at.update(Group(*self._changes(merged), settings_table(shown(merged, layers.words()))))
+
+    def _changes(self, merged: Launch) -> list[str]:
+        """What differs from the server's launch before."""
+        last = self.feed.snapshot()["server"]
+        if last is None:
+            return []
+        argv = [last["details"]["model"] if word == merged.model else word for word in merged.argv("python")]
+        changed = differences(last["argv"], mask_argv(argv))
+        title = f"differs from {last['id']}:" if changed else f"the same arguments as {last['id']}"
+        return [title, *[f"  {one}" for one in changed], ""]
+
+    def _merge(self, session: Session, profile: str) -> tuple[Launch, LayerChoice]:
+        port = self.query_one("#port", Input).value
+        if not port.isdecimal():
+            raise UsageError(f"port {port!r}: expected a number")
+        try:
+            more = shlex.split(self.query_one("#set", Input).value)
+        except ValueError as error:
+            raise UsageError(f"more arguments: {error}") from error
+        merged = session.plan_launch(
+            profile,
+            self.query_one("#model", Input).value.strip() or None,
+            int(port),
+            Overrides(args=pairs(more, "more arguments"), env={}),
+        )
+        return merged, layer_choice(self._layers(), merged.layers)
+
+    def _layers(self) -> dict[str, Any]:
+        said = self.query_one("#layers", Input).value.strip()
+        way = str(self.query_one("#way", Select).value)
+        if not said:
+            return {}
+        if way == "draft":
+            return {way: said}
+        try:
+            return {way: [int(word) for word in said.replace(",", " ").split()]}
+        except ValueError:
+            raise UsageError(f"layers {said!r}: expected numbers, such as 2 30 58") from None
+
+    @on(Button.Pressed, "#launch")
+    def action_launch(self) -> None:
+        """Launch what is shown."""
+        if getattr(self.app, "read_only", False):
+            self.notify("this console was started with --read-only", severity="warning")
+        elif self._merged is None:
+            self.notify("there is nothing to launch yet: choose a profile and layers", severity="warning")
+        else:
+            self.run_worker(self._launch(*self._merged), exclusive=True, group="launch")
+
+    async def _launch(self, merged: Launch, layers: LayerChoice) -> None:
+        run = await self.ask_host(lambda session: session.launch(merged, layers))
+        if run is None:
+            return
+        self.feed.watch(None)
+        self.notify(f"launched {run['id']} on port {run['port']}", markup=False)
+        danger = self.feed.session.hello["danger"] if self.feed.session else None
+        if danger:
+            self.notify(danger, severity="warning", timeout=20, markup=False)
+        self.dismiss()
+
+
+def settings_table(launch: dict[str, Any]) -> Table:
+    """Every setting of a merged launch beside its reason."""
+    table = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    table.add_column(ratio=5)
+    table.add_column(ratio=6, style="dim")
+    for name, value, why in launch["env"]:
+        table.add_row(Text(f"{name}={value}"), Text(why))
+    for name, value, why in launch["args"]:
+        table.add_row(Text(f"--{name}" if value is True else f"--{name} {value}"), Text(why))
+    return table

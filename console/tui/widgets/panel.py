@@ -1,0 +1,84 @@
+"""A framed part of a screen that draws itself anew from each snapshot."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from textual.content import Content
+from textual.events import Resize
+from textual.widgets import Static
+
+SIGN_STYLES = {
+    "+": "$text-success",
+    "~": "$text-accent",
+    "!": "$text-error",
+    "?": "$text-warning",
+    "-": "$foreground-muted",
+}
+
+
+class Panel(Static):
+    """Subclasses say in `paint` what stands in it; `title` is in its frame."""
+
+    DEFAULT_CSS = """
+    Panel {
+        border: round $panel-lighten-2;
+        border-title-color: $text-muted;
+        border-subtitle-color: $text-muted;
+        padding: 0 1;
+        height: auto;
+        min-height: 3;
+    }
+    """
+
+    title = ""
+
+    def __init__(self, **known: Any) -> None:
+        super().__init__(markup=False, **known)
+        self.border_title = self.title
+        self._now: dict[str, Any] | None = None
+        self._drawn: list[Any] = []
+
+    def paint(self, now: dict[str, Any], width: int) -> list[Content]:
+        """The lines to show, none wider than `width` cells."""
+        raise NotImplementedError
+
+    @property
+    def height(self) -> int:
+        """Rows that it needs, with its frame."""
+        return max(1, len(self._drawn)) + 2
+
+    def show(self, now: dict[str, Any]) -> None:
+        """Draw this snapshot."""
+        self._now = now
+        width = self.content_size.width
+        if not width:
+            return  # not laid out yet; the resize that follows draws it
+        lines = [line.truncate(width, ellipsis=True) for line in self.paint(now, width)]
+        drawn = [(line.plain, line.spans) for line in lines]
+        if drawn != self._drawn:
+            self._drawn = drawn
+            self.update(Content("\n").join(lines))
+
+    def on_resize(self, event: Resize) -> None:
+        """Draw for the new width."""
+        if self._now is not None:
+            self._drawn = []
+            self.show(self._now)
+
+
+def line(*parts: str | tuple[str, str] | Content) -> Content:
+    """A line of text and of (text, style) pairs."""
+    return Content.assemble(*parts)
+
+
+def wrapped(text: str, width: int, style: str = "", first: str = "", rest: str = "") -> list[Content]:
+    """A text over as many lines as it needs; `first` and `rest` stand before its first and its other lines."""
+    lines = textwrap.wrap(text, max(10, width), initial_indent=first, subsequent_indent=rest) or [first]
+    return [Content.assemble((one, style)) for one in lines]
+
+
+def joined(parts: list[Content | str], between: str = " · ") -> Content:
+    """The parts that say something, with `between` between them."""
+    return Content(between).join([Content(part) if isinstance(part, str) else part for part in parts if part])

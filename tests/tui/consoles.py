@@ -1,0 +1,52 @@
+"""A console over a made feed, and what stands on its screen."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from scenes import SCENES, MadeFeed
+from textual.pilot import Pilot
+
+from console.config import ConsoleConfig
+from console.tui.app import Console, Hosts
+
+PATIENCE = 15.0  # seconds
+
+
+def look(name: str) -> dict[str, Any]:
+    return {"name": name, "state": "live", "why": None, "sglang": "0.5.16", "gpus": ["H200", "H200"]}
+
+
+def console(
+    scene: str = "live", answers: dict[str, Any] | None = None, config: ConsoleConfig | None = None, **known: Any
+) -> Console:
+    """A console that shows a scene; its feed is `app.feed`."""
+    hosts = Hosts(["local", "gpu-host-1"], lambda name: MadeFeed(SCENES[scene], name, answers), look)
+    return Console(hosts, "gpu-host-1", config or ConsoleConfig(animations=False), **known)
+
+
+def shown(app: Console) -> str:
+    """The text on the screen, a line a row."""
+    width, height = app.size
+    rows = [[" "] * width for _ in range(height)]
+    for y, strip in enumerate(app.screen._compositor.render_strips()):
+        text = "".join(segment.text for segment in strip)
+        rows[y] = list(text)
+    return "\n".join("".join(row).rstrip() for row in rows)
+
+
+async def until(pilot: Pilot[Any], condition: Callable[[], object], what: str = "") -> None:
+    """Wait until the condition holds."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"still not: {what}\n{shown(pilot.app)}"  # type: ignore[arg-type]
+        await pilot.pause()
+        await asyncio.sleep(0.01)
+
+
+async def until_shown(pilot: Pilot[Any], text: str) -> None:
+    """Wait until a text is on the screen."""
+    await until(pilot, lambda: text in shown(pilot.app), f"shown: {text!r}")  # type: ignore[arg-type]

@@ -1,0 +1,158 @@
+"""The server screen: the gate's word, the form of a launch, what it comes to, and that nothing starts by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from consoles import console, shown, until, until_shown
+from scenes import SCENES, server
+from textual.widgets import Input, Select
+
+from backends.errors import Locked
+
+SIZE = (140, 60)
+SAFE: dict[str, Any] = {"findings": [], "effective": {}}
+UNSAFE = {
+    "findings": [
+        {"id": "radix", "fatal": True, "what": "the prefix cache is on", "remedy": "start with --disable-radix-cache"},
+        {"id": "kv_cache", "fatal": False, "what": "the KV cache is fp8", "remedy": "serve with the same"},
+    ],
+    "effective": {},
+}
+
+pytestmark = pytest.mark.asyncio
+
+
+def made(gate: Any = SAFE, scene: str = "live", **known: Any) -> Any:
+    app = console(scene, {"gate": gate, "launch": launched}, **known)
+    app.feed.scene["server"] = server(
+        details={
+            "profile": "embedded-llama",
+            "model": "/models/llama",
+            "layers": {"outputs": [2, 30, 58]},
+            "layers_words": "outputs of layers 2, 30, 58",
+        },
+        argv=["python", "-m", "sglang.launch_server", "--model-path", "/models/llama", "--port", "30000", "--old-flag"],
+    )
+    return app
+
+
+def launched(launching: dict[str, Any]) -> dict[str, Any]:
+    return {"id": "server-20261129-150000-ffff", "port": launching["port"]}
+
+
+def asked(app: Any, method: str) -> list[dict[str, Any]]:
+    return [parameters for name, parameters in app.feed.asked if name == method]
+
+
+async def opened(pilot: Any) -> None:
+    await pilot.press("s")
+    await until_shown(pilot, "What would start")
+    await until_shown(pilot, "--disable-radix-cache")
+
+
+async def test_the_gate_s_word() -> None:
+    app = made()
+    async with app.run_test(size=SIZE) as pilot:
+        await opened(pilot)
+        await until_shown(pilot, "safe to draw from")
+
+
+async def test_what_the_gate_objects_to() -> None:
+    app = made(UNSAFE)
+    async with app.run_test(size=SIZE) as pilot:
+        await opened(pilot)
+        for text in ("! the prefix cache is on", "-> start with --disable-radix-cache", "? the KV cache is fp8"):
+            await until_shown(pilot, text)
+
+
+async def test_the_form_begins_as_the_launch_before_was() -> None:
+    app = made()
+    async with app.run_test(size=SIZE) as pilot:
+        await opened(pilot)
+        assert app.screen.query_one("#profile", Select).value == "embedded-llama"
+        assert app.screen.query_one("#port", Input).value == "30000"
+        assert app.screen.query_one("#way", Select).value == "outputs"
+        assert app.screen.query_one("#layers", Input).value == "2 30 58"
+        await until_shown(pilot, "differs from server-20261129-135548-a1b2:")
+        assert "- --old-flag" in shown(app)
+        assert asked(app, "launch") == []
+
+
+async def test_what_would_start_follows_the_form() -> None:
+    app = made()
+    async with app.run_test(size=SIZE) as pilot:
+        await opened(pilot)
+        app.screen.query_one("#set", Input).value = "mem-fraction-static=0.5 --oops"
+        await until_shown(pilot, "--mem-fraction-static 0.5")
+        app.screen.query_one("#port", Input).value = "31000"
+        await until_shown(pilot, "~ --port 30000 -> 31000")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "fault"),
+    [
+        ("#layers", "2 x", "layers '2 x': expected numbers, such as 2 30 58"),
+        ("#layers", "2 2", "at least one layer, and none twice"),
+        ("#port", "", "port '': expected a number"),
+        ("#set", "'", "more arguments: No closing quotation"),
+        ("#set", "host=0.0.0.0", "loopback"),
+    ],
+)
+async def test_what_is_wrong_is_said_and_starts_nothing(field: str, value: str, fault: str) -> None:
+    app = made()
+    async with app.run_test(size=SIZE) as pilot:
+        await opened(pilot)
+        app.screen.query_one(field, Input).value = value
+        await until_shown(pilot, fault)
+        await pilot.press("ctrl+l")
+        await pilot.pause()
+        assert asked(app, "launch") == []
+
+
+async def test_a_launch_takes_what_is_shown() -> None:
+    app = made()
+    async with app.run_test(size=SIZE) as pilot:
+        await opened(pilot)
+        app.screen.query_one("#port", Input).value = "31000"
+        await until_shown(pilot, "31000")
+        await pilot.press("ctrl+l")
+        await until(pilot, lambda: asked(app, "launch"), "launched")
+        (launch,) = asked(app, "launch")
+        assert launch["launching"]["profile"] == "embedded-llama"
+        assert launch["launching"]["port"] == 31000
+        assert launch["launching"]["layers"] == {"outputs": [2, 30, 58]}
+        await until(pilot, lambda: type(app.screen).__name__ == "DashboardScreen", "back to the dashboard")
+        assert asked(app, "watch") == [{"run_id": None}]
+
+
+async def test_a_launch_that_is_refused_says_why() -> None:
+    app = made()
+    app.feed.answers["launch"] = Locked("a server of ours runs on port 30000 already")
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        await opened(pilot)
+        await pilot.press("ctrl+l")
+        await until_shown(pilot, "a server of ours runs on port")
+        assert type(app.screen).__name__ == "ServerScreen"
+
+
+async def test_read_only_launches_nothing() -> None:
+    app = made(read_only=True)
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        await opened(pilot)
+        await pilot.press("ctrl+l")
+        await until_shown(pilot, "--read-only")
+        assert asked(app, "launch") == []
+
+
+async def test_without_a_server_before_there_is_a_form_to_fill() -> None:
+    app = console("live", {"launch": launched})
+    app.feed.scene = SCENES["live"] | {"server": None, "dumps": None}  # type: ignore[attr-defined]
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        await pilot.press("s")
+        await until_shown(pilot, "choose a profile")
+        await pilot.press("ctrl+l")
+        await until_shown(pilot, "there is nothing to launch yet")
+        app.screen.query_one("#profile", Select).value = "embedded-llama"
+        await until_shown(pilot, "--disable-radix-cache")
