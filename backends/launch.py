@@ -26,6 +26,7 @@ class Launching(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What the console has merged: a profile as argv and environment for this host's SGLang.
 
     `argv` holds the server's arguments without the interpreter. A model `embedded:<name>` is made on the spot.
+    `memory` (bytes) and `writers` are the tap's, see `TapSettings`.
     """
 
     profile: str
@@ -37,7 +38,8 @@ class Launching(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     layers: LayerChoice
     embedded: bool = False
     dump_root: str | None = None
-    slots: int = 4
+    memory: int | None = None
+    writers: int | None = None
     details: dict[str, Any] = {}
 
 
@@ -57,7 +59,9 @@ def launch(all_runs: Runs, payload: Path, asked: Launching, version: str | None)
 
     def prepare(run: Run) -> dict[str, str]:
         folder = make_private(root / run.id)
-        settings = TapSettings(dump_dir=str(folder), secret=secret, layers=asked.layers, slots=asked.slots)
+        settings = TapSettings(
+            dump_dir=str(folder), secret=secret, layers=asked.layers, memory=asked.memory, writers=asked.writers
+        )
         return {SETTINGS_VARIABLE: msgspec.json.encode(settings).decode()}
 
     paths = [payload / "engine", *([payload / "embedded"] if asked.embedded else [])]

@@ -84,7 +84,8 @@ class DumpSample(msgspec.Struct):
     reserve: int | None
     slots: int | None
     slots_free: int | None
-    writer_pid: int | None
+    slot_wait_seconds: float | None
+    writer_pids: list[int] | None
     writers_lost: int | None
     error: str | None
 
@@ -324,7 +325,8 @@ class DumpWatch:
             reserve=tap.reserve if tap else None,
             slots=tap.slots if tap else None,
             slots_free=tap.slots_free if tap else None,
-            writer_pid=tap.writer_pid if tap else None,
+            slot_wait_seconds=tap.slot_wait_seconds if tap else None,
+            writer_pids=tap.writer_pids if tap else None,
             writers_lost=tap.writers_lost if tap else None,
             error=self._broken or tap_error,
         )

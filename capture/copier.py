@@ -21,6 +21,9 @@ class Copier(Protocol):
     def copy(self, pairs: Iterable[tuple[Any, Any]], done: Callable[[], None]) -> None:
         """Copy; returns at once where the device copies by itself. Raises what torch raises."""
 
+    def then(self, done: Callable[[], None]) -> None:
+        """Call `done` after that of every earlier `copy`."""
+
 
 class CpuCopier:
     """Source and arena are both plain memory."""
@@ -29,6 +32,10 @@ class CpuCopier:
         """See `Copier`."""
         for place, source in pairs:
             place.copy_(source)
+        done()
+
+    def then(self, done: Callable[[], None]) -> None:
+        """See `Copier`."""
         done()
 
 
@@ -58,11 +65,16 @@ class CudaCopier:
             event.record(self.stream)
         self.copied.put((event, done))
 
+    def then(self, done: Callable[[], None]) -> None:
+        """See `Copier`."""
+        self.copied.put((None, done))
+
     def _pass_on(self) -> None:
         while True:
             event, done = self.copied.get()
             try:
-                event.synchronize()
+                if event is not None:
+                    event.synchronize()
                 done()
             except Exception:
                 logger.exception("layertap: a copy to the arena failed")

@@ -24,11 +24,11 @@ CONNECTIONS = 512
 
 
 class DrawError(Exception):
-    """A prompt that gave no dump. `hopeless` where asking again cannot help."""
+    """A prompt that gave no dump: `hopeless` where asking again cannot help, `busy` where the writers were too slow."""
 
-    def __init__(self, reason: str, *, hopeless: bool = False) -> None:
+    def __init__(self, reason: str, *, hopeless: bool = False, busy: bool = False) -> None:
         super().__init__(reason)
-        self.hopeless = hopeless
+        self.hopeless, self.busy = hopeless, busy
 
 
 class Busy(Exception):
@@ -98,7 +98,7 @@ class Drawer:
         folder = dump.request_folder(self.dump_dir, found.n)
         if found.state != "done":
             dump.remove(folder)
-            raise DrawError(found.reason or "the tap gave no reason")
+            raise DrawError(found.reason or "the tap gave no reason", busy=found.busy)
         return rid, folder
 
     async def _generate(self, rid: str, ids: list[int]) -> None:

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import sqlite3
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -29,7 +30,8 @@ from capture.server import Server, ServerGone
 
 ATTEMPTS = 3
 BACK_OFF = 0.3  # seconds before the second attempt, four times as many before each further one
-WRITERS = 4
+BUSY_SECONDS = 120.0  # for which a sample is asked for again while the writers have no slot free
+BUSY_PAUSE = 0.5
 MOST_IN_FLIGHT = 256
 TMPFS_SHARE = 0.7
 COMMIT_SECONDS = 0.25
@@ -147,6 +149,7 @@ class Extraction:
         self.changes: list[Change] = []
         self.stopping: BaseException | None = None
         self.pace: deque[tuple[float, int]] = deque()
+        self.of_thread = threading.local()
 
     def prepare(self) -> None:
         """Everything before the first prompt: gate, settings, tokens."""
@@ -263,7 +266,7 @@ class Extraction:
         self.progress.phase = "extracting"
         self.budget = Budget(self._tokens_in_flight())
         tasks: set[asyncio.Task[None]] = set()
-        with ThreadPoolExecutor(WRITERS) as self.pool:
+        with ThreadPoolExecutor(max(4, len(os.sched_getaffinity(0)) // 2)) as self.pool:
             async with Drawer(self.job.server, self.tap) as self.drawer:
                 keepers = [asyncio.create_task(self._commit_often()), asyncio.create_task(self._look_after())]
                 try:
@@ -343,7 +346,7 @@ class Extraction:
             self.progress.pending -= 1
             self.progress.sent += 1
             try:
-                rid, folder = await self.drawer.draw(sample.number, attempts, ids)
+                rid, folder = await self._draw(sample.number, attempts, ids)
             except DrawError as error:
                 self.progress.sent -= 1
                 self.progress.pending += 1
@@ -376,6 +379,20 @@ class Extraction:
         elif self.sample_events == SAMPLE_EVENTS + 1:
             self.tell("log_only", most=SAMPLE_EVENTS)
 
+    async def _draw(self, number: int, attempt: int, ids: list[int]) -> tuple[str, Path]:
+        """Draw a dump; where no arena slot was free for it, wait until there is one and ask again."""
+        patience = time.monotonic() + BUSY_SECONDS
+        while True:
+            try:
+                return await self.drawer.draw(number, attempt, ids)
+            except DrawError as error:
+                if not error.busy:
+                    raise
+                while not (tap := dump.read_tap(self.drawer.dump_dir)) or tap.slots_free == 0:
+                    if self.stopping or time.monotonic() > patience:
+                        raise
+                    await asyncio.sleep(BUSY_PAUSE)
+
     async def _keep(
         self, sample: Sample, attempts: int, rid: str, folder: Path, ids: list[int], mask: list[int]
     ) -> None:
@@ -393,7 +410,11 @@ class Extraction:
     def _write(self, number: int, rid: str, folder: Path, ids: list[int], mask: list[int]) -> list[Any]:
         import torch
 
-        states = verify.read_dump(folder, rid, ids, self.boundaries, self.tap.hidden, self.tap.dtype)
+        if not hasattr(self.of_thread, "buffer"):
+            self.of_thread.buffer = dump.Buffer()
+        states = verify.read_dump(
+            folder, rid, ids, self.boundaries, self.tap.hidden, self.tap.dtype, self.of_thread.buffer
+        )
         all_ids, all_mask = torch.tensor(ids), torch.tensor(mask)
         try:
             return [
@@ -446,10 +467,9 @@ class Extraction:
         progress.eta_seconds = round((progress.tokens - progress.tokens_written) / rate, 1) if rate else None
 
     def _tokens_in_flight(self) -> int:
-        """What arena and tmpfs hold: two arenas' worth to keep the server's queue full, less where tmpfs is small."""
+        """What dumps may take by the tap's settings, less where tmpfs has become small since."""
         free = shutil.disk_usage(self.job.server.dump_dir).free - self.tap.reserve
-        in_memory = int(max(free, 0) * TMPFS_SHARE) // self.tap.bytes_per_token
-        return min(2 * self.tap.slots * self.tap.slot_tokens, in_memory)
+        return min(self.tap.dump_bytes, int(max(free, 0) * TMPFS_SHARE)) // self.tap.bytes_per_token
 
 
 class Budget:

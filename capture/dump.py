@@ -19,7 +19,9 @@ from typing import Any
 
 import msgspec
 
+from capture import pt
 from capture.layers import Layers
+from capture.spares import Spares
 
 FORMAT = 1
 
@@ -45,20 +47,25 @@ class Meta(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One line of dumps.jsonl: request `n` came to `state` ("done" or "failed")."""
+    """One line of dumps.jsonl: request `n` came to `state` ("done" or "failed").
+
+    `busy` where it failed only since no arena slot came free in time; asked again later it may well be done.
+    """
 
     n: int
     rid: str
     state: str
     bytes: int
     reason: str | None = None
+    busy: bool = False
 
 
 class TapState(msgspec.Struct, kw_only=True):
     """tap.json: is the tap in, whose code is it, what does it draw, and what has it seen.
 
     `seen` counts requests by class: ours, warm_up, health, stranger. `reserve` is what the writer leaves free on the
-    file system, in bytes; `slot_tokens` the rows that one arena slot holds.
+    file system, in bytes; `slot_tokens` the rows that one arena slot holds; `dump_bytes` what dumps in flight may take
+    beside the arena. `slot_wait_seconds` is the back-pressure: how long forwards have waited for a slot, all together.
     """
 
     format: int = FORMAT
@@ -78,7 +85,9 @@ class TapState(msgspec.Struct, kw_only=True):
     slots_free: int = 0
     slot_tokens: int = 0
     reserve: int = 0
-    writer_pid: int | None = None
+    slot_wait_seconds: float = 0.0
+    dump_bytes: int = 0
+    writer_pids: list[int] = []
     writers_lost: int = 0
     seen: dict[str, int] = {}
     failed: int = 0
@@ -137,26 +146,15 @@ def read_tap(dump_dir: Path) -> TapState | None:
         raise DumpError(f"{path}: {error}; was the server started by another version of Layertap?") from error
 
 
-def write_done(folder: Path, states: dict[str, Any], meta: Meta) -> int:
+def write_done(folder: Path, states: dict[str, Any], meta: Meta, spares: Spares | None = None) -> int:
     """Write a whole dump: tensors, meta.json, then `done`; returns its bytes.
 
-    `states` maps a state's name to a contiguous tensor `[tokens, hidden]`; `meta.files` is filled in here. Raises
-    OSError; what was written until then is the caller's to remove (`write_failed`).
+    `states` maps a state's name to a contiguous tensor `[tokens, hidden]`; `meta.files` is filled in here. Large files
+    are taken from `spares` if there are any. Raises OSError; what was written until then is the caller's to remove
+    (`write_failed`).
     """
-    import io
-
-    import torch
-    import xxhash
-
-    torch.serialization.set_crc32_options(False)  # xxh3 in meta.json does that job, faster
     folder.mkdir(mode=0o700, exist_ok=True)
-    files = {}
-    for name, tensor in states.items():
-        stream = io.BytesIO()  # torch.save to a path raises RuntimeError where the file system is full
-        torch.save(tensor, stream)
-        data = stream.getbuffer()
-        (folder / f"{name}.pt").write_bytes(data)
-        files[f"{name}.pt"] = (len(data), xxhash.xxh3_64_hexdigest(data))
+    files = {f"{name}.pt": pt.write(folder / f"{name}.pt", state, spares) for name, state in states.items()}
     (folder / "meta.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(meta, files=files)))
     (folder / "done").touch()
     return sum(size for size, _ in files.values())
@@ -192,29 +190,55 @@ def _reason(mark: Path) -> str:
         return "the reason is not there; there was no room for it"
 
 
-def read_states(folder: Path, meta: Meta) -> dict[str, Any]:
+class Buffer:
+    """Memory that one dump after another is read into, so that its pages need not be found again each time."""
+
+    def __init__(self) -> None:
+        self.bytes = memoryview(b"")
+
+    def of(self, size: int) -> memoryview:
+        """`size` bytes of it, not cleared; they stay valid until the next call."""
+        import torch
+
+        if size > len(self.bytes):
+            self.bytes = memoryview(torch.empty(size, dtype=torch.uint8).numpy())
+        return self.bytes[:size]
+
+
+def read_states(folder: Path, meta: Meta, buffer: Buffer | None = None) -> dict[str, Any]:
     """The tensors of a dump, each checked against its size and checksum in `meta` before it is unpickled.
 
-    Raises DumpError naming the file that is missing, cut or changed.
+    They lie in `buffer`, if one is given, until it is used again. Raises DumpError naming the file that is missing,
+    cut or changed.
     """
-    import io
-
     import torch
     import xxhash
 
-    states = {}
-    for name, (size, checksum) in meta.files.items():
-        path = folder / name
+    shape, dtype = (meta.tokens, meta.hidden), getattr(torch, meta.dtype)
+    # One byte more than was written, to see that a file is too long; each begins where a tensor may.
+    rooms = [-(-(size + 1) // 64) * 64 for size, _ in meta.files.values()]
+    memory, at, states = (buffer or Buffer()).of(sum(rooms)), 0, {}
+    for (name, (size, checksum)), room in zip(meta.files.items(), rooms, strict=True):
+        place, at = memory[at : at + size + 1], at + room
         try:
-            data = path.read_bytes()
+            found = _read_into(folder / name, place)
         except OSError as error:
             raise DumpError(f"{folder.name}/{name}: {error.strerror}") from error
-        if len(data) != size:
-            raise DumpError(f"{folder.name}/{name} has {len(data)} bytes, {size} were written")
-        if xxhash.xxh3_64_hexdigest(data) != checksum:
+        if found != size:
+            raise DumpError(f"{folder.name}/{name} has {found} bytes, {size} were written")
+        if xxhash.xxh3_64_hexdigest(place[:size]) != checksum:
             raise DumpError(f"{folder.name}/{name} was changed after it was written: its checksum differs")
-        states[name.removesuffix(".pt")] = torch.load(io.BytesIO(data), weights_only=True)
+        states[name.removesuffix(".pt")] = pt.read(place[:size], shape, dtype)
     return states
+
+
+def _read_into(path: Path, place: memoryview) -> int:
+    """Read a file into `place`; returns the bytes that the file has, of which no more are read. Raises OSError."""
+    at = 0
+    with path.open("rb", buffering=0) as file:
+        while at < len(place) and (count := file.readinto(place[at:])):
+            at += count
+        return os.fstat(file.fileno()).st_size
 
 
 def remove(folder: Path) -> None:

@@ -125,16 +125,17 @@ async def _try(
         seconds = time.monotonic() - begun
         try:
             states = verify.read_dump(folder, rid, ids, tap.layers.boundaries, tap.hidden, tap.dtype)
+            shown = {name: draw.stats(state) for name, state in states.items()}
         finally:
             dump.remove(folder)
     return {
         "schema": 1,
         "seconds": round(seconds, 4),
         "tokens": [{"id": number, "text": tokenizer.decode([number])} for number in ids],
-        "rows": len(next(iter(states.values()))),
+        "rows": next(iter(shown.values()))["shape"][0],
         "layers": msgspec.to_builtins(tap.layers),
         "layers_words": tap.layers.words(),
-        "states": {name: draw.stats(state) for name, state in states.items()},
+        "states": shown,
         "findings": msgspec.to_builtins(findings),
     }
 

@@ -14,12 +14,13 @@ from typing import Any
 
 import msgspec
 
+from capture import memory
 from capture.arena import Arena, ArenaShape
 from capture.copier import copier_for
 from capture.dump import TapState, make_private, state_names, write_json
 from capture.settings import Rid, TapSettings
 from capture.writer import Fail, Piece, WriterSettings
-from capture.writer_link import WriterLink
+from capture.writers import Writers, default_count
 
 logger = logging.getLogger("sglang.layertap")
 
@@ -40,7 +41,7 @@ class Request(msgspec.Struct):
 
 
 class Keeper:
-    """TP rank 0's half: numbers requests, fills slots, follows the writer, keeps tap.json true."""
+    """TP rank 0's half: numbers requests, fills slots, follows the writers, keeps tap.json true."""
 
     def __init__(self, settings: TapSettings, state: TapState, device: Any) -> None:
         assert state.layers is not None
@@ -51,10 +52,12 @@ class Keeper:
         self.published = b""
         self.seen: Counter[str] = Counter()
         states = len(state_names(len(state.layers.boundaries)))
-        self.arena = self._make_arena(states)
+        self.arena, room = self._make_arena(states)
+        state.dump_bytes = room.dump_bytes
         self.copier = copier_for(self.arena.bytes, device)
         state.slots, state.bytes_per_token = self.arena.shape.slots, self.arena.shape.bytes_per_token
-        self.writer = WriterLink(
+        self.writers = Writers(
+            settings.writers or default_count(state.ranks),
             self.arena.shape.slots,
             WriterSettings(
                 dump_dir=str(self.dump_dir),
@@ -64,23 +67,19 @@ class Keeper:
                 model=state.model,
                 sglang=state.sglang,
                 tap=state.code,
+                spare_bytes=room.spare_bytes,
             ),
         )
         self.publish()
         threading.Thread(target=self._keep_published, name="layertap-state", daemon=True).start()
 
-    def _make_arena(self, states: int) -> Arena:
-        """As many slots as asked for, fewer where they would take more than half of the free tmpfs."""
-        shape = ArenaShape(self.settings.slots, self.state.slot_tokens, states, self.state.hidden, self.state.dtype)
-        free = os.statvfs(self.dump_dir).f_bavail * os.statvfs(self.dump_dir).f_frsize
-        slots = min(shape.slots, free // 2 // shape.slot_bytes)
-        if slots < 1:
-            raise OSError(
-                28,
-                f"layertap: the arena needs {2 * shape.slot_bytes:,} free bytes on {self.dump_dir}, {free:,} are free; "
-                "make room there, or lower --max-prefill-tokens or --context-length",
-            )
-        return Arena.create(self.dump_dir / "arena", msgspec.structs.replace(shape, slots=slots))
+    def _make_arena(self, states: int) -> tuple[Arena, memory.Room]:
+        """As large as memory allows, and what dumps may take beside it."""
+        shape = ArenaShape(1, self.state.slot_tokens, states, self.state.hidden, self.state.dtype)
+        disk = os.statvfs(self.dump_dir)
+        free = disk.f_bavail * disk.f_frsize - self.settings.reserve
+        room = memory.divide(self.settings.memory, shape.slot_bytes, memory.available(), free)
+        return Arena.create(self.dump_dir / "arena", msgspec.structs.replace(shape, slots=room.slots)), room
 
     def count(self, batch: Any, ours: list[bool]) -> None:
         """Count each request by its class, once, at its first chunk."""
@@ -97,21 +96,22 @@ class Keeper:
         return "warm_up" if (self.dump_dir / "warming").exists() else "stranger"
 
     def take(self, batch: Any, states: list[Any]) -> None:
-        """Copy the rows of our requests into a slot and tell the writer; never raises, waits `SLOT_WAIT` at most."""
+        """Copy the rows of our requests into a slot and tell the writers; never raises, waits `SLOT_WAIT` at most."""
         pieces, rows = self._pieces(batch)
         if not pieces:
             return
         reason = self._unfit(batch, states)
-        slot = None if reason else self.writer.take_slot(SLOT_WAIT)
+        slot = None if reason else self.writers.take_slot(SLOT_WAIT)
         if slot is None:
-            self._give_up(pieces, reason or f"no arena slot came free within {SLOT_WAIT:.0f} s: the writer is too slow")
+            slow = f"no arena slot came free within {SLOT_WAIT:.0f} s: the writers are too slow"
+            self._give_up(pieces, reason or slow, busy=reason is None)
             return
         try:
             pairs = self._copies(slot, pieces, rows, [batch.input_ids, *states])
-            self.copier.copy(pairs, functools.partial(self.writer.send_forward, slot, pieces))
+            self.copier.copy(pairs, functools.partial(self.writers.send_forward, slot, pieces))
         except Exception as error:  # a prompt lost is said, the server goes on
             logger.exception("layertap: copying a forward failed")
-            self.writer.put_back(slot)
+            self.writers.put_back(slot)
             self._give_up(pieces, f"copying its states failed: {error}")
 
     def refuse(self, batch: Any, reason: str) -> None:
@@ -186,22 +186,27 @@ class Keeper:
                 return f"the model returned {state.dtype} states, the arena holds {shape.dtype}"
         return None
 
-    def _give_up(self, pieces: Iterable[Piece], reason: str) -> None:
+    def _give_up(self, pieces: Iterable[Piece], reason: str, *, busy: bool = False) -> None:
         for piece in pieces:
             request = self.requests.get(piece.rid) or Request(piece.number, piece.rid, piece.total)
-            self._fail(request, reason)
+            self._fail(request, reason, busy=busy)
 
-    def _fail(self, request: Request, reason: str) -> None:
-        """Have the writer settle `request` as failed; its later chunks are dropped."""
+    def _fail(self, request: Request, reason: str, *, busy: bool = False) -> None:
+        """Have a writer settle `request` as failed, after its chunks that are on their way; later ones are dropped."""
         if request.number is not None:
-            self.writer.send_fail(Fail(request.number, request.rid, reason))
+            fail = Fail(request.number, request.rid, reason, busy)
+            self.copier.then(functools.partial(self.writers.send_fail, fail))
             request.number = None
 
     def publish(self) -> None:
         """Write tap.json if it changed."""
         self.state.seen = {name: self.seen[name] for name in ("ours", "warm_up", "health", "stranger")}
-        self.state.writer_pid, self.state.writers_lost = self.writer.pid, self.writer.lost
-        self.state.slots_free, self.state.failed = self.writer.free.qsize(), self.writer.failed
+        links = self.writers.links
+        self.state.writer_pids = [link.pid for link in links if link.pid is not None]
+        self.state.writers_lost = sum(link.lost for link in links)
+        self.state.failed = sum(link.failed for link in links)
+        self.state.slots_free = self.writers.free.qsize()
+        self.state.slot_wait_seconds = round(self.writers.waited, 3)
         now = msgspec.json.encode(self.state)
         if now != self.published:
             write_json(self.dump_dir / "tap.json", self.state)

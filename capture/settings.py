@@ -10,12 +10,17 @@ SETTINGS_VARIABLE = "LAYERTAP_TAP"
 
 
 class TapSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a launch hands to the tap, as JSON in `LAYERTAP_TAP`. `secret` begins the rid of every request of ours."""
+    """What a launch hands to the tap, as JSON in `LAYERTAP_TAP`. `secret` begins the rid of every request of ours.
+
+    `memory` is what arena and dumps may take together, in bytes (None: see `capture.memory`), `writers` the number of
+    writer processes (None: see `capture.writers`), `reserve` what they leave free of the dump folder's file system.
+    """
 
     dump_dir: str
     secret: str
     layers: LayerChoice
-    slots: int = 4
+    memory: int | None = None
+    writers: int | None = None
     reserve: int = 16 << 20
 
 

@@ -1,8 +1,8 @@
-"""The writer: a process of its own that turns arena slots into dumps and hands the slots back.
+"""A writer: a process of its own, one of several, that turns its part of arena slots into dumps.
 
 It shares the scheduler's host but not its process, so that saving costs the forward nothing. Messages come over a
-SEQPACKET socket pair, one `Forward` or `Fail` each; an `Ack` goes back when a slot is free and when requests are
-settled, that is, `done` or `failed` on disk. End of file on either side means that the other process died.
+SEQPACKET socket pair, one `Forward` or `Fail` each; an `Ack` goes back when it is done with a slot and when requests
+are settled, that is, `done` or `failed` on disk. End of file on either side means that the other process died.
 
 usage: python -m capture.writer SOCKET_FD SETTINGS_JSON
 """
@@ -10,6 +10,7 @@ usage: python -m capture.writer SOCKET_FD SETTINGS_JSON
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ import msgspec
 
 from capture.arena import Arena, ArenaShape
 from capture.dump import FORMAT, Line, Meta, request_folder, state_names, write_done, write_failed
+from capture.spares import Spares
 
 # A message names requests; ids and states travel in the arena. 512 names stay far below what a socket takes at once.
 MESSAGE_PIECES = 512
@@ -42,7 +44,7 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Forward(msgspec.Struct, frozen=True, tag=True):
-    """A forward's rows, copied into `slot`; the slot is free again after the `last` message about it."""
+    """Rows of a forward, copied into `slot`; this writer reads it no longer after the `last` message about it."""
 
     slot: int
     pieces: list[Piece]
@@ -50,23 +52,30 @@ class Forward(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fail(msgspec.Struct, frozen=True, tag=True):
-    """Request `number` cannot be dumped; whatever there is of it is to become `failed`."""
+    """Request `number` cannot be dumped; whatever there is of it is to become `failed`, `busy` as in `Line`."""
 
     number: int
     rid: str
     reason: str
+    busy: bool = False
 
 
 class Ack(msgspec.Struct, frozen=True):
-    """From the writer: `slot` is free (None for a `Fail`), requests `settled` are done or failed on disk."""
+    """From the writer: it is done with `slot` (None for a `Fail`), requests `settled` are done or failed on disk.
+
+    It gives one for each message, and an empty one at first, when it is ready.
+    """
 
     slot: int | None
-    settled: list[int]
+    settled: list[int] = []
     failed: int = 0
 
 
 class WriterSettings(msgspec.Struct, frozen=True):
-    """What the writer needs to know; `reserve` bytes of the file system are left free for the failures' own words."""
+    """What the writers need to know; `reserve` bytes of the file system are left free for the failures' own words.
+
+    `index` tells them apart, and each keeps at most `spare_bytes` in files to be written again.
+    """
 
     dump_dir: str
     arena: ArenaShape
@@ -75,6 +84,8 @@ class WriterSettings(msgspec.Struct, frozen=True):
     model: str
     sglang: str
     tap: str
+    index: int = 0
+    spare_bytes: int = 0
 
 
 class Writer:
@@ -86,6 +97,7 @@ class Writer:
         self.arena = Arena.attach(self.dump_dir / "arena", settings.arena)
         self.names = state_names(len(settings.boundaries))
         self.partial: dict[int, tuple[Any, Any]] = {}  # number -> ids and states of a prompt that comes in chunks
+        self.spares = Spares(self.dump_dir, f"spare_{settings.index}", settings.spare_bytes)
         self.unwritten: list[Line] = []
         self.journaled_before = _resume(self.dump_dir / "dumps.jsonl")
 
@@ -106,7 +118,7 @@ class Writer:
             size = sum(path.stat().st_size for path in folder.glob("*.pt"))
             line = Line(message.number, message.rid, "done", size)
         else:
-            line = self._failed(message.number, message.rid, message.reason)
+            line = self._failed(message.number, message.rid, message.reason, busy=message.busy)
         self.journal([line])
         return Ack(None, [message.number], int(line.state == "failed"))
 
@@ -136,8 +148,9 @@ class Writer:
 
     def _write(self, piece: Piece, ids: Any, states: Any) -> int:
         needed = states.numel() * states.element_size()
-        free = shutil.disk_usage(self.dump_dir).free - self.settings.reserve
-        if free < needed:
+        if self._free() < needed:
+            self.spares.drop_idle()
+        if (free := self._free()) < needed:
             raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed, {max(free, 0):,} are free on {self.dump_dir}")
         meta = Meta(
             format=FORMAT,
@@ -152,17 +165,19 @@ class Writer:
             sglang=self.settings.sglang,
             tap=self.settings.tap,
         )
-        # clone: torch.save of a view would write the whole arena
-        tensors = {name: state.clone() for name, state in zip(self.names, states, strict=True)}
-        return write_done(request_folder(self.dump_dir, piece.number), tensors, meta)
+        tensors = dict(zip(self.names, states, strict=True))
+        return write_done(request_folder(self.dump_dir, piece.number), tensors, meta, self.spares)
 
-    def _failed(self, number: int, rid: str, reason: str) -> Line:
+    def _free(self) -> int:
+        return shutil.disk_usage(self.dump_dir).free - self.settings.reserve
+
+    def _failed(self, number: int, rid: str, reason: str, *, busy: bool = False) -> Line:
         say(f"request {rid} is not dumped: {reason}")
         try:
             write_failed(request_folder(self.dump_dir, number), reason)
         except OSError as error:
             say(f"request {rid}: its failure could not be written either: {error}")
-        return Line(number, rid, "failed", 0, reason)
+        return Line(number, rid, "failed", 0, reason, busy)
 
     def journal(self, lines: list[Line]) -> None:
         """Append to dumps.jsonl; lines that do not fit now go with the next ones."""
@@ -180,14 +195,12 @@ class Writer:
 
 
 def _resume(path: Path) -> set[int]:
-    """Cut off a line that an earlier writer died in; returns the numbers in the last lines that it left."""
+    """The numbers in the last lines of dumps.jsonl, some of which this writer's predecessor left."""
     try:
-        with path.open("r+b") as file:
+        with path.open("rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - JOURNAL_TAIL)
             file.seek(start)
-            whole, newline, half = file.read().rpartition(b"\n")
-            if half:
-                file.truncate(start + len(whole) + len(newline))
+            whole = file.read().rpartition(b"\n")[0]
     except FileNotFoundError:
         return set()
     lines = whole.splitlines()[1 if start else 0 :]  # the first may lack its beginning
@@ -195,15 +208,26 @@ def _resume(path: Path) -> set[int]:
 
 
 def _append(path: Path, text: bytes) -> None:
-    """Append all of `text` or, where the file system is full, nothing."""
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    """Append all of `text` or, where the file system is full, nothing; one writer at a time, whole lines only."""
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        end = os.fstat(handle).st_size
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        end = _cut_half_line(handle)
         if os.write(handle, text) != len(text):
             os.ftruncate(handle, end)
             raise OSError(errno.ENOSPC, "no room for a line")
     finally:
         os.close(handle)
+
+
+def _cut_half_line(handle: int) -> int:
+    """Cut off a line that a writer died in; returns the file's size."""
+    size = os.fstat(handle).st_size
+    if size and os.pread(handle, 1, size - 1) != b"\n":
+        start = max(0, size - JOURNAL_TAIL)
+        size = start + os.pread(handle, size - start, start).rfind(b"\n") + 1
+        os.ftruncate(handle, size)
+    return size
 
 
 def say(text: str) -> None:
@@ -223,6 +247,7 @@ def main(argv: list[str]) -> None:
     link = socket.socket(fileno=int(argv[0]))
     writer = Writer(msgspec.json.decode(argv[1], type=WriterSettings))
     decoder = msgspec.json.Decoder(Forward | Fail)
+    link.send(msgspec.json.encode(Ack(None)))
     while True:
         link.settimeout(JOURNAL_SECONDS if writer.unwritten else None)
         try:

@@ -1,15 +1,16 @@
-"""The scheduler's end of the writer: starts it, follows it, starts another when it dies."""
+"""The scheduler's end of one writer: starts it, follows it, starts another when it dies or hangs."""
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
+import select
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -19,39 +20,40 @@ from capture.writer import MESSAGE_BYTES, MESSAGE_PIECES, Ack, Fail, Forward, Pi
 
 logger = logging.getLogger("sglang.layertap")
 
+HUNG_SECONDS = 20.0  # without an answer, after which a writer is killed; it answers at least once for each slot
+LOOK_MILLISECONDS = 1000
+
 
 class WriterLink:
-    """The scheduler's end of the writer: free slots, what is unsettled, and a new writer when one dies."""
+    """The scheduler's end of one writer: what is unsettled with it, and a new process when one dies or hangs.
 
-    def __init__(self, slots: int, settings: WriterSettings) -> None:
-        self.slots, self.settings = slots, settings
-        self.free: queue.Queue[int] = queue.Queue()
-        for slot in range(slots):
-            self.free.put(slot)
+    `release` is called with a slot once this writer reads it no longer, exactly once for each `send_forward`.
+    """
+
+    def __init__(self, settings: WriterSettings, release: Callable[[int], None]) -> None:
+        self.settings, self.release = settings, release
         self.lock = threading.Lock()
         self.unsettled: dict[int, str] = {}  # number -> rid, sent and not yet on disk
-        self.sent_slots: set[int] = set()
+        self.slots: dict[int, int] = {}  # slot -> rows of it that were sent and not yet answered
         self.owed: list[Fail | Forward] = []  # what no writer has been told yet
+        self.load = 0  # rows in `slots`
+        self.unanswered = 0  # messages; each has one answer
+        self.heard = 0.0  # when it last answered, or was first asked after it had answered everything
+        self.ready = False
         self.lost = self.failed = 0
         self.pid: int | None = None
         self.link: socket.socket | None = None
         threading.Thread(target=self._keep_one_alive, name="layertap-writer", daemon=True).start()
 
-    def take_slot(self, seconds: float) -> int | None:
-        """A free slot, None where none comes free in `seconds`."""
-        try:
-            return self.free.get(timeout=seconds)
-        except queue.Empty:
-            return None
-
-    def put_back(self, slot: int) -> None:
-        """Give a slot back unused."""
-        self.free.put(slot)
+    @property
+    def silent(self) -> float:
+        """Seconds for which it has owed an answer without giving any."""
+        return time.monotonic() - self.heard if self.ready and self.unanswered else 0.0
 
     def send_forward(self, slot: int, pieces: list[Piece]) -> None:
-        """Hand a filled slot over. Where the writer is just dying, its successor fails these requests."""
+        """Hand pieces of a filled slot over. Where the writer is just dying, its successor fails these requests."""
         with self.lock:
-            self.sent_slots.add(slot)
+            self._hold(slot, sum(piece.length for piece in pieces))
             for start in range(0, len(pieces), MESSAGE_PIECES):
                 part = pieces[start : start + MESSAGE_PIECES]
                 if not self._send(Forward(slot, part, last=start + MESSAGE_PIECES >= len(pieces))):
@@ -59,12 +61,21 @@ class WriterLink:
                     return
                 self.unsettled.update((piece.number, piece.rid) for piece in part)
 
+    def _hold(self, slot: int, rows: int) -> None:
+        self.slots[slot] = rows
+        self.load += rows
+
+    def _let_go(self, slot: int) -> None:
+        rows = self.slots.pop(slot, None)
+        if rows is not None:
+            self.load -= rows
+            self.release(slot)
+
     def _take_back(self, slot: int, pieces: list[Piece], *, whole: bool) -> None:
-        """No writer took `pieces`, the `whole` forward or its end: fail them, and see that the slot comes free."""
+        """No writer took `pieces`, its `whole` part or the end: fail them, and see that the slot comes free."""
         self.owed += [Fail(piece.number, piece.rid, "the writer took no message") for piece in pieces]
         if whole:
-            self.sent_slots.discard(slot)
-            self.free.put(slot)
+            self._let_go(slot)
         else:
             self.owed.append(Forward(slot, [], last=True))
 
@@ -89,16 +100,20 @@ class WriterLink:
             self.link.send(msgspec.json.encode(message), socket.MSG_DONTWAIT)
         except OSError:
             return False
+        if not self.unanswered:
+            self.heard = time.monotonic()
+        self.unanswered += 1
         return True
 
     def _lose(self, why: str) -> None:
         """What was with the dead writer is failed by the next one; its slots are free again."""
+        self.link, self.pid, self.ready, self.unanswered = None, None, False, 0
+        self.lost += 1
         self.owed = [message for message in self.owed if isinstance(message, Fail)]
         self.owed += [Fail(number, rid, f"{why} before its dump was whole") for number, rid in self.unsettled.items()]
         self.unsettled.clear()
-        for slot in self.sent_slots:
-            self.free.put(slot)
-        self.sent_slots.clear()
+        for slot in list(self.slots):
+            self._let_go(slot)
 
     def _keep_one_alive(self) -> None:
         pause = 0.5
@@ -109,13 +124,11 @@ class WriterLink:
             except OSError as error:
                 logger.error("layertap: the writer could not be started: %s", error)
             else:
-                self._listen()
-                how = process.wait()
+                self._listen(process)
+                how = _how(process.wait())
                 with self.lock:
-                    self.link, self.pid = None, None
-                    self.lost += 1
-                    self._lose(f"the writer process {process.pid} ended ({_how(how)})")
-                logger.error("layertap: writer %d ended (%s); starting another", process.pid, _how(how))
+                    self._lose(f"the writer process {process.pid} ended ({how})")
+                logger.error("layertap: writer %d ended (%s); starting another", process.pid, how)
             pause = 0.5 if time.monotonic() - started > 60 else min(2 * pause, 10.0)
             time.sleep(pause if self.lost > 1 else 0)
 
@@ -152,11 +165,19 @@ class WriterLink:
             self._send_owed()
         return process
 
-    def _listen(self) -> None:
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        """Take the writer's answers until it has died; kill one that gives none for `HUNG_SECONDS`."""
         link = self.link
         assert link is not None
+        poller = select.poll()
+        poller.register(link, select.POLLIN)
         decoder = msgspec.json.Decoder(Ack)
         while True:
+            if not poller.poll(LOOK_MILLISECONDS):
+                if self.silent > HUNG_SECONDS:
+                    logger.error("layertap: writer %d has hung for %.0f s; killing it", process.pid, HUNG_SECONDS)
+                    process.kill()
+                continue
             try:
                 data = link.recv(MESSAGE_BYTES)
             except ConnectionResetError:  # said once where it died with messages unread; its answers come after that
@@ -168,13 +189,20 @@ class WriterLink:
                 return
             ack = decoder.decode(data)
             with self.lock:
-                for number in ack.settled:
-                    self.unsettled.pop(number, None)
-                self.failed += ack.failed
-                self._send_owed()
-                if ack.slot is not None and ack.slot in self.sent_slots:
-                    self.sent_slots.discard(ack.slot)
-                    self.free.put(ack.slot)
+                self._take(ack)
+
+    def _take(self, ack: Ack) -> None:
+        self.heard = time.monotonic()
+        if not self.ready:  # its first word, which answers nothing
+            self.ready = True
+            return
+        self.unanswered -= 1
+        for number in ack.settled:
+            self.unsettled.pop(number, None)
+        self.failed += ack.failed
+        self._send_owed()
+        if ack.slot is not None:
+            self._let_go(ack.slot)
 
 
 def _how(code: int) -> str:

@@ -126,6 +126,7 @@ def dumps(dump: dict[str, Any]) -> str:
         f"done {states['done']['requests']} · failed {states['failed']['requests']}",
         f"{size(dump['bytes_per_second'])}/s" if dump["bytes_per_second"] else "",
         f"arena {dump['slots_free']} of {dump['slots']} slots free" if dump["slots"] is not None else "",
+        f"{duration(dump['slot_wait_seconds'])} waited for slots" if dump["slot_wait_seconds"] else "",
         f"{size(dump['free_bytes'])} free",
         f"full in {duration(dump['seconds_to_full'])}" if dump["seconds_to_full"] is not None else "",
         dump["error"] or "",

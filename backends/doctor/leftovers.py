@@ -76,7 +76,7 @@ def _written(folder: Path) -> bool:
         tap = read_tap(folder)
     except DumpError:
         return False
-    return tap is not None and tap.writer_pid is not None and psutil.pid_exists(tap.writer_pid)
+    return tap is not None and any(map(psutil.pid_exists, tap.writer_pids))
 
 
 def shared_memory(place: Place, asked: Asked) -> Check:

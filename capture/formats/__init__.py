@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from capture.formats import native, specforge
 from capture.ledger import WrittenFile
+from capture.pour import pour
 
 
 class Format(Protocol):
@@ -22,8 +23,8 @@ class Format(Protocol):
     def refuse(self, dtype: str, layers: int) -> str | None:
         """Why states of that dtype and number of layers do not fit, None where they do."""
 
-    def encode(self, states: dict[str, Any], ids: Any, mask: Any) -> bytes:
-        """The file of a sample; `ids` and `mask` are int64 `[tokens]`."""
+    def encode(self, states: dict[str, Any], ids: Any, mask: Any) -> list[bytes | memoryview]:
+        """The file of a sample, in the parts that follow one another; `ids` and `mask` are int64 `[tokens]`."""
 
     def decode(self, data: bytes, layers: int) -> tuple[Any, Any, dict[str, Any]]:
         """Ids, mask and states out of a file. Raises ValueError naming what is not as it should be."""
@@ -46,25 +47,22 @@ def find(name: str) -> Format:
 
 def write(name: str, output: Path, number: int, states: dict[str, Any], ids: Any, mask: Any) -> WrittenFile:
     """Write a sample in format `name`: whole and on disk under its name, or not there at all. Raises OSError."""
-    import xxhash
-
     chosen = find(name)
-    data = chosen.encode(states, ids, mask)
+    parts = chosen.encode(states, ids, mask)
     relative = chosen.path(number)
     path = output / relative
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.part")
     try:
-        with scratch.open("wb") as file:
-            file.write(data)
-            file.flush()
+        with scratch.open("wb", buffering=0) as file:
+            size, checksum = pour(file.fileno(), parts)
             os.fsync(file.fileno())
         scratch.replace(path)
     except OSError:
         scratch.unlink(missing_ok=True)
         raise
     sync(path.parent)
-    return WrittenFile(name, relative, len(data), xxhash.xxh3_64_hexdigest(data))
+    return WrittenFile(name, relative, size, checksum)
 
 
 def sync(path: Path) -> None:

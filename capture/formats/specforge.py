@@ -36,7 +36,7 @@ def refuse(dtype: str, layers: int) -> str | None:
     return None
 
 
-def encode(states: dict[str, Any], ids: Any, mask: Any) -> bytes:
+def encode(states: dict[str, Any], ids: Any, mask: Any) -> list[bytes | memoryview]:
     """The file of a sample."""
     import torch
 
@@ -48,7 +48,7 @@ def encode(states: dict[str, Any], ids: Any, mask: Any) -> bytes:
     }
     stream = io.BytesIO()
     torch.save(record, stream)
-    return stream.getvalue()
+    return [stream.getbuffer()]
 
 
 def decode(data: bytes, layers: int) -> tuple[Any, Any, dict[str, Any]]:

@@ -104,7 +104,7 @@ def test_the_writer_is_killed_and_the_run_goes_on(layertap: Layertap, server: di
     console = layertap.start("extract", rows, "--output", output)
     until(lambda: (now := layertap.progress(output)) and 0 < now["written"] < 200)
     before = layertap.json("status")["dumps"]
-    os.kill(before["writer_pid"], signal.SIGKILL)
+    os.kill(before["writer_pids"][0], signal.SIGKILL)
     assert console.wait(200) == 0
     assert layertap.json("status")["dumps"]["writers_lost"] == before["writers_lost"] + 1
     check(layertap, output, 250)

@@ -85,16 +85,32 @@ class Engines:
         bootstrap.unpack(archive, str(self.payload))
         self.alive: dict[str, Engine] = {}
 
-    def get(self, profile: str, *, model: Path | None = None, layers: LayerChoice | None = None, **args: Any) -> Engine:
+    def get(
+        self,
+        profile: str,
+        *,
+        model: Path | None = None,
+        layers: LayerChoice | None = None,
+        memory: int | None = None,
+        writers: int | None = None,
+        **args: Any,
+    ) -> Engine:
         """A ready server of `profile`; the same one for the same question."""
-        key = repr((profile, model, layers, sorted(args.items())))
+        key = repr((profile, model, layers, memory, writers, sorted(args.items())))
         if key not in self.alive:
             while len(self.alive) >= 2:
                 self.stop(next(iter(self.alive)))
-            self.alive[key] = self._start(profile, model, layers, args)
+            self.alive[key] = self._start(profile, model, layers, {"memory": memory, "writers": writers}, args)
         return self.alive[key]
 
-    def _start(self, profile: str, model: Path | None, layers: LayerChoice | None, args: dict[str, Any]) -> Engine:
+    def _start(
+        self,
+        profile: str,
+        model: Path | None,
+        layers: LayerChoice | None,
+        tap: dict[str, int | None],
+        args: dict[str, Any],
+    ) -> Engine:
         words = {name.replace("_", "-"): value for name, value in args.items()}
         env = {name[4:]: words.pop(name) for name in list(words) if name.startswith("ENV-")}
         env = {name.replace("-", "_"): value for name, value in env.items()}
@@ -119,6 +135,7 @@ class Engines:
                 port=merged.port,
                 layers=layers or LayerChoice(**(merged.layers or {})),
                 embedded=merged.embedded,
+                **tap,
             ),
             SGLANG,
         )

@@ -35,6 +35,10 @@ def encoded(value: Any) -> bytes:
     return stream.getvalue()
 
 
+def encoded_by(name: str, states: dict[str, torch.Tensor], ids: Any = IDS, mask: Any = MASK) -> bytes:
+    return b"".join(FORMATS[name].encode(states, ids, mask))
+
+
 # --- Where a sample lies ---
 
 
@@ -94,7 +98,7 @@ def test_the_specforge_file(tmp_path: Path) -> None:
 
 def test_each_specforge_tensor_stands_alone() -> None:
     """A view would be saved with all that it is a view of."""
-    record = torch.load(io.BytesIO(specforge.encode(STATES, IDS, MASK)), weights_only=True)
+    record = torch.load(io.BytesIO(encoded_by("specforge", STATES)), weights_only=True)
     for name, tensor in record.items():
         assert tensor.is_contiguous(), name
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize, name
@@ -112,8 +116,8 @@ def test_one_token(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_same_sample_gives_the_same_bytes(name: str) -> None:
-    first = FORMATS[name].encode(STATES, IDS, MASK)
-    assert first == FORMATS[name].encode(make_states(), IDS.clone(), MASK.clone())
+    first = encoded_by(name, STATES)
+    assert first == encoded_by(name, make_states(), IDS.clone(), MASK.clone())
 
 
 # --- Round trip ---
@@ -127,7 +131,7 @@ def test_states_come_back_bit_for_bit(name: str, lacking: set[str]) -> None:
         for key in STATES
     }  # every bit pattern, NaN and infinity among them
     ids, mask = torch.randint(0, 2**31 - 1, (50,), generator=generator), torch.ones(50, dtype=torch.int64)
-    found_ids, found_mask, found = FORMATS[name].decode(FORMATS[name].encode(states, ids, mask), 3)
+    found_ids, found_mask, found = FORMATS[name].decode(encoded_by(name, states, ids, mask), 3)
     assert torch.equal(found_ids, ids) and torch.equal(found_mask, mask)
     assert set(found) == set(states) - lacking
     for key, state in found.items():
@@ -137,7 +141,7 @@ def test_states_come_back_bit_for_bit(name: str, lacking: set[str]) -> None:
 @pytest.mark.parametrize("layers", [1, 4])
 def test_native_takes_any_layers_and_float32(layers: int) -> None:
     states = make_states(layers, torch.float32)
-    _, _, found = native.decode(native.encode(states, IDS, MASK), layers)
+    _, _, found = native.decode(encoded_by("native", states), layers)
     assert set(found) == set(states)
     assert all(torch.equal(found[name], state) and state.dtype == torch.float32 for name, state in states.items())
 
@@ -165,7 +169,7 @@ def test_bytes_a_token_are_those_of_a_file(name: str) -> None:
     sizes = {}
     for tokens in (100, 1100):
         states = {key: torch.zeros(tokens, 128, dtype=torch.bfloat16) for key in STATES}
-        sizes[tokens] = len(FORMATS[name].encode(states, torch.zeros(tokens).long(), torch.zeros(tokens).long()))
+        sizes[tokens] = len(encoded_by(name, states, torch.zeros(tokens).long(), torch.zeros(tokens).long()))
     a_token = (sizes[1100] - sizes[100]) / 1000
     assert abs(a_token - FORMATS[name].bytes_per_token(128, 3, 2)) < 1
 
@@ -206,7 +210,7 @@ def test_a_sample_is_written_again_in_its_place(tmp_path: Path, name: str) -> No
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_file_cut_anywhere_is_no_sample(name: str) -> None:
-    whole = FORMATS[name].encode(STATES, IDS, MASK)
+    whole = encoded_by(name, STATES)
     for size in range(0, len(whole), 7):
         with pytest.raises(ValueError, match="no sample of this format"):
             FORMATS[name].decode(whole[:size], 3)
@@ -249,7 +253,7 @@ def test_a_specforge_file_that_holds_something_else(value: Any, why: str) -> Non
 
 def test_a_bit_flipped_anywhere_never_breaks_the_reader() -> None:
     """Torch's unpickler fails in many ways; verification of a dataset goes on with the next file."""
-    whole = specforge.encode(STATES, IDS, MASK)
+    whole = encoded_by("specforge", STATES)
     broken = 0
     for at in range(0, len(whole), 2):
         data = bytearray(whole)

@@ -33,11 +33,11 @@ TOKEN_BYTES = 5 * 16 * 2
 class Prompt:
     """A request of ours: its ids and the states that the model would have made of them, told apart by number."""
 
-    def __init__(self, number: int, total: int) -> None:
+    def __init__(self, number: int, total: int, hidden: int = 16) -> None:
         self.number, self.total, self.rid = number, total, f"secret.x1.{number}.1.{total}"
         generator = torch.Generator().manual_seed(number)
         self.ids = torch.randint(0, 1000, (total,), generator=generator)
-        self.states = torch.randn(5, total, 16, generator=generator).to(torch.bfloat16)
+        self.states = torch.randn(5, total, hidden, generator=generator).to(torch.bfloat16)
 
     def line(self, size: int) -> Line:
         return Line(self.number, self.rid, "done", size)
@@ -251,7 +251,8 @@ def test_a_line_that_a_writer_died_in_is_cut_off(tap: Tap) -> None:
     before = path.read_bytes()
     path.write_bytes(before + b'{"n":1,"rid":"secret.x1')
     writer = Writer(tap.settings)
-    assert path.read_bytes() == before
+    assert writer.journaled_before == {0}
+    assert path.read_bytes() == before + b'{"n":1,"rid":"secret.x1'  # another writer may be at it
     writer.forward(tap.forward(0, (two, 0, 3)))
     assert [line.n for line in tap.journal()] == [0, 1]
 
@@ -261,7 +262,6 @@ def test_only_the_end_of_a_long_journal_is_read(tap: Tap) -> None:
     lines = [msgspec.json.encode(Line(n, f"secret.x1.{n}.1.100", "done", 12345)) + b"\n" for n in range(30_000)]
     path.write_bytes(b"".join(lines) + b'{"n":')
     found = Writer(tap.settings).journaled_before
-    assert path.read_bytes() == b"".join(lines)
     assert found == set(range(30_000 - len(found), 30_000))
     assert 10_000 < len(found) < 20_000
 
@@ -362,6 +362,7 @@ class Running:
             stderr=subprocess.PIPE,
         )
         theirs.close()
+        assert msgspec.json.decode(self.link.recv(MESSAGE_BYTES), type=Ack) == Ack(None)  # it is ready
 
     def send(self, message: Forward | Fail) -> None:
         self.link.send(msgspec.json.encode(message))

@@ -165,7 +165,8 @@ def dumps(**known: Any) -> dict[str, Any]:
         "reserve": 16 << 20,
         "slots": 8,
         "slots_free": 6,
-        "writer_pid": 4242,
+        "writer_pids": [4242, 4243],
+        "slot_wait_seconds": 0.0,
         "writers_lost": 0,
         "error": None,
     } | known

@@ -368,7 +368,8 @@ TAP = dump.TapState(
     reserve=16 << 20,
     slots=8,
     slots_free=6,
-    writer_pid=77,
+    slot_wait_seconds=1.5,
+    writer_pids=[77, 78],
     writers_lost=1,
     seen={"ours": 3, "warm_up": 1, "health": 812, "stranger": 0},
 )
@@ -394,7 +395,8 @@ def test_dumps_are_counted(tmpfs: Path, clock: Clock) -> None:
         "reserve": 16 << 20,
         "slots": 8,
         "slots_free": 6,
-        "writer_pid": 77,
+        "slot_wait_seconds": 1.5,
+        "writer_pids": [77, 78],
         "writers_lost": 1,
         "error": None,
     }

@@ -208,7 +208,8 @@ DUMPS = {
     "reserve": 16_777_216,
     "slots": 4,
     "slots_free": 3,
-    "writer_pid": 7,
+    "slot_wait_seconds": 0.0,
+    "writer_pids": [7],
     "writers_lost": 0,
     "error": None,
 }
@@ -221,8 +222,12 @@ def test_dumps() -> None:
     )
 
 
+def test_dumps_that_forwards_have_waited_for() -> None:
+    assert " · arena 3 of 4 slots free · 72 s waited for slots · " in words.dumps(DUMPS | {"slot_wait_seconds": 71.2})
+
+
 def test_dumps_of_which_little_is_known() -> None:
-    unknown = dict.fromkeys(("seen", "slots", "slots_free", "bytes_per_second", "seconds_to_full"))
+    unknown = dict.fromkeys(("seen", "slots", "slots_free", "slot_wait_seconds", "bytes_per_second", "seconds_to_full"))
     assert words.dumps(DUMPS | unknown | {"error": "tap.json: not there"}) == (
         "  dumps: done 1197 · failed 3 · 48.6 GB free · tap.json: not there"
     )

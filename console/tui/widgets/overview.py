@@ -271,12 +271,15 @@ class DumpsPanel(Panel):
             joined([f"{words.size(dumps['free_bytes'])} of {words.size(dumps['total_bytes'])} free", _to_full(dumps)]),
         ]
         if dumps["slots"] is not None:
-            lost = dumps["writers_lost"] or 0
-            writer = line((f"{lost} writers lost", "$text-warning")) if lost else "writer alive"
-            size = f"{words.size(tap['bytes_per_token'])} a token" if tap.get("bytes_per_token") else ""
-            lines.append(
-                joined([f"arena {dumps['slots'] - dumps['slots_free']} of {dumps['slots']} slots", writer, size])
-            )
+            lost, waited, writers = dumps["writers_lost"], dumps["slot_wait_seconds"], len(dumps["writer_pids"] or ())
+            parts = [
+                f"arena {dumps['slots'] - dumps['slots_free']} of {dumps['slots']} slots",
+                f"{writers} writer{'' if writers == 1 else 's'}",
+                line((f"{lost} lost", "$text-warning")) if lost else "",
+                line((f"waited {words.duration(waited)} for slots", "$text-warning")) if waited else "",
+                f"{words.size(tap['bytes_per_token'])} a token" if tap.get("bytes_per_token") else "",
+            ]
+            lines.append(joined(parts))
         if dumps["error"]:
             lines.append(line((f"! {dumps['error']}", "$text-error")))
         return lines

@@ -1,0 +1,51 @@
+"""How much of the host's memory the tap may take: the pinned arena, and dumps on tmpfs until the driver has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+SLOTS = 4  # forwards under way to the writers; more only lengthen the queue in front of them
+DUMPS_AHEAD = 2  # arenas' worth of prompts between the driver and its disk keep the server's queue full
+SHARE = 4  # a quarter of what is available, where nothing was asked for
+CGROUP = Path("/sys/fs/cgroup")
+
+
+class Room(msgspec.Struct, frozen=True):
+    """`slots` of the arena; bytes that dumps in flight may take beside it, and files kept to be written again."""
+
+    slots: int
+    dump_bytes: int
+    spare_bytes: int
+
+
+def divide(asked: int | None, slot_bytes: int, available: int, tmpfs_free: int) -> Room:
+    """Divide what may be taken (`asked` bytes, else a quarter of `available`) into arena, dumps and spare files.
+
+    Never more than `tmpfs_free`, which holds all three. Raises MemoryError, naming what is lacking, where not even one
+    slot and one dump that fills it find room.
+    """
+    most = min(available // SHARE if asked is None else asked, tmpfs_free)
+    slots = min(SLOTS, most // ((1 + 2 * DUMPS_AHEAD) * slot_bytes)) or int(most >= 2 * slot_bytes)
+    if slots == 0:
+        raise MemoryError(
+            f"a slot of the arena takes {slot_bytes:,} bytes and a dump of it as many; {most:,} bytes of memory may be "
+            f"taken ({tmpfs_free:,} are free on the dump folder's file system, {available:,} in memory); make room "
+            "there, ask for more memory, or lower --max-prefill-tokens or --context-length"
+        )
+    arena = slots * slot_bytes
+    dumps = min(DUMPS_AHEAD * arena, most - arena)
+    return Room(slots, dumps, min(dumps, most - arena - dumps))
+
+
+def available() -> int:
+    """Bytes that processes can still take here: the host's, or the container's where that has a limit."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no cgroup v2 here, or "max"
+        return free
+    return min(free, max(limit - used, 0))
