@@ -405,6 +405,7 @@ def _sentences(e: Evidence) -> list[str]:
         *_gpu_sentences(e),
         *(f"kernel: {line}" for line in e.kernel),
         *(_rank_sentence("rank ", rank) for rank in e.ranks),
+        *(f"rank {name} gone" for name in e.missing),
         *([_rank_sentence("", e.launcher)] if e.launcher and e.launcher.state == "stopped" else []),
     ]
 

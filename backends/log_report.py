@@ -103,10 +103,11 @@ def _crashed(reader: LogReader, line: str, number: int | None, at: float | None)
         evidence = [*quoted, *_phases(reader)]
         return _report(reader, "crashed", [], Finding(UNLISTED, at, evidence, mask_text(line), READ_THE_LOG))
     first, *others = [catalogue().by_id[name] for name in verdict.findings]
-    evidence = [*quoted, *(_seen(reader, first) if first.id in reader.hits else []), *_phases(reader)]
     hit = reader.hits.get(first.id)
-    since = hit.at if hit else at
-    finding = Finding(first.id, since, list(dict.fromkeys(evidence)), first.cause, first.remedy)
+    if hit is not None:
+        quoted = [*(quoted if hit.line != number else []), *_seen(reader, first)]
+    evidence = [*quoted, *_phases(reader)]
+    finding = Finding(first.id, hit.at if hit else at, evidence, first.cause, first.remedy)
     return _report(reader, "crashed", others, finding)
 
 

@@ -29,6 +29,7 @@ LOG_STEP = 4 << 20
 EARLIER_RUNS = 20  # that are looked at for one that came up
 EARLIER_LOG = 8 << 20  # bytes of its log; a start writes about 100 kB
 OF_A_KILL = frozenset({43, 45})  # XIDs that come when a process is ended
+ENDED = ("zombie", "dead")  # states of a process that runs no more
 TITLED = "sglang::"  # how SGLang titles its processes, except for the launcher
 
 
@@ -162,7 +163,7 @@ class ServerWatch:
         listener = _listener(port, {process.pid for process in processes})
         current, batch = startup.current, self.reader.batch
         gpus = self._our_gpus(processes)
-        ours = [process for process in processes if process.title.startswith(TITLED)]
+        ours = [process for process in processes if process.title.startswith(TITLED) and process.state not in ENDED]
         launcher = [process for process in processes if running and process.pid == running.child.pid]
         activity = self.activity.look(processes, gpus, [process.pid for process in [*ours, *launcher]])
         health, failing = self._health() if listener else (None, None)

@@ -253,6 +253,12 @@ def test_what_is_said_of_a_silent_start() -> None:
     assert "28 MB/s read from disks" in found.evidence
 
 
+def test_a_rank_that_is_gone_is_named() -> None:
+    found = diagnose(up(missing=["scheduler_TP1"]))
+    assert found.cause == "scheduler_TP1 is dead while the launcher still runs"
+    assert found.evidence[-1] == "rank scheduler_TP1 gone"
+
+
 def test_what_is_said_of_gpus() -> None:
     evidence = up(throttled={0: ["hw_thermal"]}, narrow={2: "x8 instead of x16"}, xids={1: [31, 13]})
     assert diagnose(evidence).evidence[-5:-2] == [
