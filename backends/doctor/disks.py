@@ -10,9 +10,10 @@ import msgspec
 
 from backends.doctor.report import Asked, Check, Place, Question, amount, judge, unknown
 from backends.jobs import absolute
-from backends.launch import EMBEDDED, Launching
+from backends.launch import EMBEDDED
 from backends.runs import Runs
 from backends.sample import read_disk
+from capture.memory import SLOTS
 
 GB = 10**9
 LEAST_SHM = 1 << 30
@@ -20,7 +21,6 @@ LEAST_STATE, SCARCE_STATE = GB // 5, 2 * GB
 SPARE = 1.1  # of what a plan says
 INODES = 2  # times the files of a plan
 STATES = 5  # tensors a token where no other number is known: three layers, final and last
-SLOTS = next(field.default for field in msgspec.structs.fields(Launching) if field.name == "slots")
 NETWORK = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "wekafs", "9p", "fuse.sshfs", "fuse.juicefs"}
 )
