@@ -27,6 +27,15 @@ def agent(home: Path, payload_folder: Path) -> Agent:
     return Agent(payload_folder)
 
 
+@pytest.mark.parametrize("patience", ["soon", "0", "-1", "inf"])
+def test_a_patience_that_is_none(
+    home: Path, payload_folder: Path, monkeypatch: pytest.MonkeyPatch, patience: str
+) -> None:
+    monkeypatch.setenv("LAYERTAP_PATIENCE", patience)
+    with pytest.raises(UsageError, match=f"LAYERTAP_PATIENCE is '{patience}'; give a factor such as 2"):
+        Agent(payload_folder)
+
+
 # --- Runs ---
 
 

@@ -420,6 +420,39 @@ def test_a_server_that_takes_too_long(launched: Callable[..., tuple[Ran, int]], 
     assert run.alive()
 
 
+def test_a_launch_that_hangs_is_followed_to_its_end(
+    environment: dict[str, str], launched: Callable[..., tuple[Ran, int]]
+) -> None:
+    environment["LAYERTAP_PATIENCE"] = "0.01"
+    ran, _ = launched("silent", "--timeout", 6)
+    assert ran.returncode == 4
+    assert re.match(r"\? server \S+: hang_suspected, in weights for ", ran.stdout)
+    assert "cause: loading the weights stands still" in ran.stdout
+    assert "it goes on, `layertap status --watch` follows it" in ran.stderr
+
+
+def test_stacks_without_py_spy(server: Callable[..., Run], layertap: Callable[..., Ran], home: Path) -> None:
+    run = server("silent")
+    said = "pip install py-spy"
+    ran = layertap("stacks", run.id, PATH=str(home))
+    assert (ran.returncode, ran.stdout) == (6, "")
+    assert said in ran.stderr
+
+
+@pytest.mark.skipif(not ENGINE_PYTHON.exists(), reason="no .venv-engine")
+def test_stacks(server: Callable[..., Run], layertap: Callable[..., Ran]) -> None:
+    run = server("silent")
+    until(lambda: "Load weight begin" in run.log.read_text())
+    path = f"{ENGINE_PYTHON.parent}:{os.environ['PATH']}"
+    ran = layertap("stacks", PATH=path)
+    assert ran.returncode == 0
+    assert "launcher stands in main (" in ran.stdout
+    (kept,) = run.folder.glob("stacks-*.txt")
+    assert f"all of them: {kept}" in ran.stdout
+    report = json.loads(layertap("stacks", run.id, "--json", PATH=path).stdout)
+    assert (report["schema"], report["run"], report["stacks"][0]["error"]) == (1, run.id, None)
+
+
 def test_a_stop_that_leaves_something(server: Callable[..., Run], layertap: Callable[..., Ran]) -> None:
     run = server("no-port")
     port = run.spec.port
