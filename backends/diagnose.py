@@ -191,10 +191,11 @@ def _ended(e: Evidence) -> Verdict:
 def crash(line: str, phase: str | None, hits: Iterable[Hit], at: int | None, kernel: Iterable[str] = ()) -> Verdict:
     """What ended a server: the line that says so at number `at`, else what else was seen, else the line itself."""
     known = catalogue()
+    of_line = known.of_crash(line, phase)
     near = [(known.by_id[hit.id], hit.line) for hit in hits if at is None or abs(at - hit.last) <= NEAR]
     of_kernel = [(known.of_crash(message, phase), None) for message in kernel]
     found: dict[str, int | None] = {}
-    told = [(one, number) for one, number in [(known.of_crash(line, phase), at), *near, *of_kernel] if one is not None]
+    told = [(one, number) for one, number in [(of_line, at), *near, *of_kernel] if one is not None]
     for one, number in sorted(told, key=lambda pair: pair[0].generic):
         # Of one line only the most specific meaning counts, and a generic one only where there is no other.
         taken = number is not None and number in found.values()
@@ -203,7 +204,9 @@ def crash(line: str, phase: str | None, hits: Iterable[Hit], at: int | None, ker
     if not found:
         return Verdict("crashed", line, READ_THE_LOG)
     first = known.by_id[next(iter(found))]
-    return Verdict("crashed", first.cause, first.remedy, findings=list(found))
+    # What is only generic says less than the line itself, unless it is about that line.
+    cause = line if first.generic and first is not of_line else first.cause
+    return Verdict("crashed", cause, first.remedy, findings=list(found))
 
 
 # --- Starting ---

@@ -107,7 +107,8 @@ def _crashed(reader: LogReader, line: str, number: int | None, at: float | None)
     if hit is not None:
         quoted = [*(quoted if hit.line != number else []), *_seen(reader, first)]
     evidence = [*quoted, *_phases(reader)]
-    finding = Finding(first.id, hit.at if hit else at, evidence, first.cause, first.remedy)
+    cause = mask_text(verdict.cause or first.cause)
+    finding = Finding(first.id, hit.at if hit else at, evidence, cause, first.remedy)
     return _report(reader, "crashed", others, finding)
 
 

@@ -120,6 +120,7 @@ def test_a_line_above_tells_more_than_the_crash_itself() -> None:
 def test_a_crash_that_nobody_listed() -> None:
     made = judged(BEGUN, scheduler_exception("KeyError: 'odd'"))
     assert (made.verdict, ids(made)) == ("crashed", ["child-exception"])
+    assert made.findings[0].cause == "KeyError: 'odd'"
     assert made.findings[0].evidence[0] == "line 6: KeyError: 'odd'"
     made = judged(BEGUN, LAUNCHER_ECHO.replace("Initialization failed. Please see the error messages above.", "odd"))
     assert (made.verdict, ids(made), made.findings[0].cause) == ("crashed", ["unlisted"], "RuntimeError: odd")
