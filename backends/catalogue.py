@@ -29,6 +29,7 @@ Need = Literal[
     "bar_moves",  # the log's progress bar counts up
     "reads_move",  # bytes are read from disks
     "reads_flat",
+    "weights_missing",  # not all weights are loaded yet
     "memory_grows",  # the ranks' memory grows
     "ranks_busy",  # a rank uses most of a core
     "ranks_idle",  # every rank uses hardly any CPU

@@ -78,10 +78,11 @@ class Evidence(msgspec.Struct, kw_only=True):
 
     `health` is the HTTP status of /health, `health_s` how long it took and `health_failing_s` since when it fails.
     `exit_code` is negative or above 128 where a signal ended the process. `crashed` (from line `crashed_line`),
-    `stopping` and `ready_seen` come from the log (backends.startup), `hits` are signatures found in it, those in
-    `last_lines` at its end; `tap_in` and `tap_error` from the tap's own file. `listener_is_ours`: whether the process
-    that listens on `port` belongs to this run. `missing` names ranks that were there and are gone. `earlier_s` is how
-    long this phase took at the last start. `kernel` holds lines of the kernel's log about this run's time.
+    `stopping`, `weights_loaded` and `ready_seen` come from the log (backends.startup), `hits` are signatures found in
+    it, those in `last_lines` at its end; `tap_in` and `tap_error` from the tap's own file. `listener_is_ours`: whether
+    the process that listens on `port` belongs to this run. `missing` names ranks that were there and are gone.
+    `earlier_s` is how long this phase took at the last start, `detail` its progress, which moved `detail_s` ago.
+    `kernel` holds lines of the kernel's log since this run began.
     """
 
     process_alive: bool | None = None
@@ -104,6 +105,7 @@ class Evidence(msgspec.Struct, kw_only=True):
     crashed: str | None = None
     crashed_line: int | None = None
     stopping: bool = False
+    weights_loaded: bool = False
     hits: list[Hit] = []
     last_lines: list[str] = []
     ready_seen: bool | None = None
@@ -301,6 +303,8 @@ def conditions(e: Evidence, limits: Limits) -> set[Need]:
         if activity.memory_grows:
             seen.add("memory_grows")
     allowed = max(limits.silence.get(e.phase or "launch", 0.0), LONGER * (e.earlier_s or 0.0))
+    if not e.weights_loaded:
+        seen.add("weights_missing")
     if e.detail_s is not None and e.detail_s <= limits.bar:
         seen.add("bar_moves")
     if not seen.isdisjoint({"compiler", "reads_move", "memory_grows", "bar_moves"}):

@@ -24,6 +24,7 @@ from backends.watch import TITLED
 SECONDS = 10.0  # for each process; a healthy one takes a tenth of a second
 AT_ONCE = 16
 FRAMES_SHOWN = 60
+WAITING = frozenset({"benign-idle-loop", "collective-spin", "rank-skew-load", "nccl-init-stall"})  # for other ranks
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 REFUSED = ("permission denied", "operation not permitted", "eperm")
 
@@ -197,16 +198,22 @@ def summarise(stacks: list[Stack]) -> list[str]:
 
 
 def _difference(ranks: list[Stack]) -> list[str]:
-    """The rank that stands elsewhere than all the others."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for rank in ranks:
-        groups[_place(rank)].append(rank.name)
-    if len(ranks) > 1 and len(groups) == 1:
+    """The rank that stands elsewhere than all the others, or does not wait for them."""
+    places = [_place(rank) for rank in ranks]
+    if len(ranks) > 1 and len(set(places)) == 1:
         return [f"all {len(ranks)} ranks stand in the same function"]
-    alone = [names[0] for names in groups.values() if len(names) == 1]
-    if len(ranks) > 2 and len(groups) == 2 and len(alone) == 1:
+    alone = [rank.name for rank, place in zip(ranks, places, strict=True) if places.count(place) == 1]
+    if len(ranks) > 2 and len(set(places)) == 2 and len(alone) == 1:
         return [f"{alone[0]} differs from the other {len(ranks) - 1} ranks: look at it first"]
-    return [f"the ranks stand in {len(groups)} different functions"] if len(groups) > 1 else []
+    busy = [rank.name for rank in ranks if not _waits(rank)]
+    if busy and len(busy) < len(ranks):
+        return [f"the other ranks wait for {', '.join(busy)}: look there first"]
+    return [f"the ranks stand in {len(set(places))} different functions"] if len(ranks) > 1 else []
+
+
+def _waits(stack: Stack) -> bool:
+    found = catalogue().of_stack([frame.name for frame in stack.main])
+    return found is not None and found.id in WAITING
 
 
 def _place(stack: Stack) -> str:

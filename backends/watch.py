@@ -188,6 +188,7 @@ class ServerWatch:
             crashed=startup.crashed,
             crashed_line=startup.crashed_line,
             stopping=startup.stopping,
+            weights_loaded="weights_gb" in startup.effective,
             hits=list(self.reader.hits.values()),
             last_lines=[name for name in self.reader.hits if self.reader.last_line(catalogue().by_id[name])],
             ready_seen=startup.ready,

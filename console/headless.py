@@ -53,10 +53,11 @@ class ProgressLine:
 
 
 class StartNarration:
-    """Tells a launch: a line a phase, and how long it has been in it."""
+    """Tells a launch: a line a phase, how long it has been in it, and why it takes long."""
 
     def __init__(self) -> None:
         self.last = ""
+        self.told: str | None = None
 
     def show(self, status: dict[str, Any]) -> None:
         """Take in the server's status."""
@@ -64,6 +65,11 @@ class StartNarration:
         if phase != self.last:
             say(f"  {phase.replace('_', '-')} …")
             self.last = phase
+        verdict, cause = status["verdict"]["verdict"], status["verdict"]["cause"]
+        if verdict in words.GOING_ON and cause != self.told:
+            self.told = cause
+            if cause:
+                say(f"  {words.SIGNS[verdict]} {verdict.replace('_', ' ')}: {cause}")
         silent = next((line for line in status["verdict"]["evidence"] if line.startswith("log silent")), "")
         ProgressLine.show(f"  {phase.replace('_', '-')} for {words.duration(status['phase_seconds'])}  {silent}")
 

@@ -429,6 +429,9 @@ def test_a_launch_that_hangs_is_followed_to_its_end(
     assert re.match(r"\? server \S+: hang_suspected, in weights for ", ran.stdout)
     assert "cause: loading the weights stands still" in ran.stdout
     assert "it goes on, `layertap status --watch` follows it" in ran.stderr
+    assert (
+        "  ? hang suspected: loading the weights stands still: nothing is read, and nothing is logged\n" in ran.stderr
+    )
 
 
 def test_stacks_without_py_spy(server: Callable[..., Run], layertap: Callable[..., Ran], home: Path) -> None:

@@ -115,6 +115,11 @@ def test_two_ranks_that_differ_are_not_judged() -> None:
     assert said[-1] == "the ranks stand in 2 different functions"
 
 
+def test_of_two_ranks_the_one_that_does_not_wait_is_named() -> None:
+    said = summarise([stack("scheduler_TP0", "broadcast", "broadcast_pyobj"), stack("scheduler_TP1", "sleep_in_load")])
+    assert said[-1] == "the other ranks wait for scheduler_TP1: look there first"
+
+
 def test_what_was_not_read_is_said() -> None:
     said = summarise([stack("scheduler", state="stopped", error="py-spy failed: odd")])
     assert said == ["scheduler is stopped by a signal (state T)", "scheduler was not read: py-spy failed: odd"]

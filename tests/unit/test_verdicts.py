@@ -119,6 +119,7 @@ TABLE = {
         "nccl-init-stall",
     ),
     "weights stand still": (starting("weights", 200), "hang_suspected", "weights-stall"),
+    "loaded, and then nothing": (starting("weights", 200, weights_loaded=True), "hang_suspected", "start-stands"),
     "a disk that does not come back": (
         starting("weights", 200, ranks=ranks(0.0, 0.0, state="disk-sleep")),
         "hang_suspected",
