@@ -256,6 +256,7 @@ def test_rates() -> None:
 FAMILY = """
 ln -s /bin/sleep "$1/nvcc"; ln -s /bin/sleep "$1/c++"
 "$1/nvcc" 600 & "$1/c++" 600 &
+bash -c 'exec -a torch/_inductor/compile_worker/__main__.py sleep 600' &
 bash -c 'exec -a sglang::scheduler_TP0 sleep 600' &
 setsid sleep 600 &
 exec sleep 600
@@ -264,7 +265,7 @@ exec sleep 600
 
 def test_the_processes_of_a_run(start: Start, tmp_path: Path, clock: Clock) -> None:
     run = start("server", ["/bin/bash", "-c", FAMILY, "family", str(tmp_path)])
-    wanted = ["c++", "nvcc", "sglang::scheduler_TP0", "sleep", "sleep"]
+    wanted = ["__main__.py", "c++", "nvcc", "sglang::scheduler_TP0", "sleep", "sleep"]
     following = RunProcesses(run, clock)
 
     def look() -> list[processes.ProcessSample]:
@@ -274,7 +275,7 @@ def test_the_processes_of_a_run(start: Start, tmp_path: Path, clock: Clock) -> N
     until(lambda: sorted(one.title for one in look() if "python" not in one.title) == wanted, "all are there")
     seen = look()
     assert [one.pid for one in seen] == sorted({one.pid for one in run.processes()})
-    assert {one.title for one in seen if one.compiler} == {"nvcc", "c++"}
+    assert {one.title for one in seen if one.compiler} == {"nvcc", "c++", "__main__.py"}
     supervisor = next(one for one in seen if one.pid == run.running.supervisor.pid)
     assert supervisor.title.endswith(" -m backends.runs")
     rank = next(one for one in seen if one.title == "sglang::scheduler_TP0")

@@ -21,6 +21,7 @@ from helpers import free_port, until
 
 from backends import processes, runs, watch
 from backends.diagnose import SILENCE, Limits
+from backends.gpus import Gpu, GpuProcess, Xid
 from backends.runs import Run, stop
 from backends.watch import Health, ServerWatch
 from capture import dump
@@ -291,6 +292,63 @@ def test_graphs_that_count_up_are_slow_but_fine(quiet: Run) -> None:
     write(quiet, bar.format(13))
     now = look_until(seen, "slow_but_fine", "it takes long, and its bar moves")
     assert any("13 of 36 graphs" in line for line in now["verdict"]["evidence"])
+
+
+def gpu(index: int, busy: int, watts: float, owner: GpuProcess, **known: Any) -> Gpu:
+    return Gpu(
+        index=index,
+        utilisation_percent=busy,
+        power_watts=watts,
+        power_limit_watts=600.0,
+        memory_used_bytes=10**9,
+        processes=[owner],
+        **known,
+    )
+
+
+OURS = GpuProcess(1, 10**9, ours=True, visible=True)
+THEIRS = GpuProcess(2, 10**9, ours=False, visible=True)
+HIDDEN = GpuProcess(3, 10**9)
+
+
+@pytest.mark.parametrize("owner", [OURS, HIDDEN])
+def test_a_collective_that_spins_is_told_before_its_silence_is_long(quiet: Run, owner: GpuProcess) -> None:
+    """Every GPU of the run is at 100 % with little power; one that others use works, and does not count."""
+    write(quiet, f"[{stamp()}] Init torch distributed begin.\n")
+    gpus = [gpu(0, 100, 140.0, owner), gpu(1, 100, 145.0, owner)]
+    others = [gpu(2, 100, 590.0, THEIRS)] if owner is OURS else []
+    limits = msgspec.structs.replace(LIMITS, silence=dict.fromkeys(SILENCE, 600.0), spin=2.0)
+    now = suspected(ServerWatch(quiet, lambda _: [*gpus, *others], limits=limits), 2.0)
+    assert now["verdict"]["findings"][0] == "pcie-p2p-deadlock"
+    assert "every GPU at 100 % with the power of an idle one" in now["verdict"]["evidence"]
+
+
+def test_what_makes_a_server_degraded(server: Server) -> None:
+    run = server()
+    created = run.spec.created
+    found: dict[str, Any] = {"throttle": ["sw_power_cap"], "pcie_width": 16, "pcie_max_width": 16, "xid": []}
+    seen = ServerWatch(run, lambda _: [gpu(0, 50, 400.0, OURS, **found)], limits=LIMITS)
+    look_until(seen, "healthy")
+    found["xid"] = [Xid(43, created + 1), Xid(79, created - 60)]  # of a process that was ended, of an earlier run
+    assert seen.look()["verdict"]["verdict"] == "healthy"
+    found |= {"throttle": ["hw_thermal", "sw_power_cap"], "pcie_width": 8, "xid": [Xid(31, created + 1)]}
+    now = look_until(seen, "degraded", "a GPU is slowed down by heat or by its power supply")
+    assert now["verdict"]["findings"] == ["gpu-throttled", "pcie-width", "gpu-xid"]
+    assert "GPU 0 throttled: hw_thermal" in now["verdict"]["evidence"]
+    assert "GPU 0 has a PCIe link of x8 instead of x16" in now["verdict"]["evidence"]
+    assert "GPU 0 reported XID 31" in now["verdict"]["evidence"]
+
+
+def test_a_queue_that_nobody_serves(server: Server) -> None:
+    run = server()
+    seen = ServerWatch(run, limits=msgspec.structs.replace(LIMITS, queue=2.0))
+    look_until(seen, "healthy")
+    batch = "Prefill batch, #new-seq: 1, #new-token: 8, #cached-token: 0, #running-req: {}, #queue-req: {}, x"
+    write(run, f"[{stamp(60)}] {batch.format(3, 7)}\n")
+    assert seen.look()["verdict"]["verdict"] == "healthy"
+    write(run, f"[{stamp(60)}] {batch.format(0, 7)}\n")
+    now = look_until(seen, "degraded", "requests wait, and the scheduler admits none")
+    assert any(line.startswith("7 requests wait and 0 run, as of 6") for line in now["verdict"]["evidence"])
 
 
 def test_answers_to_health_are_no_sign_of_life(quiet: Run) -> None:
