@@ -33,6 +33,7 @@ LONGER = 1.5  # times what a phase took last time: until then it is as usual
 NEAR = 2000  # lines: what is farther from a crash did not cause it
 REPEATED = 2  # times that a line of a degraded server stands in the log before it counts
 RECENT = 60.0  # seconds for which such a line counts
+FAST = 5.0  # seconds: SGLang waits 20 for the scheduler, so an answer that is faster says nothing of it
 WORKING_PERCENT = 20.0  # CPU of a rank that computes
 BUSY_PERCENT = 50.0
 IDLE_PERCENT = 5.0
@@ -270,10 +271,11 @@ def _sick(e: Evidence, seen: set[Need], limits: Limits) -> Verdict:
     """/health fails though the server was ready: compiling, overloaded, or hung."""
     if "compiler" in seen:
         return _found("slow_but_fine", "slow", e, seen)
-    proven = e.activity is not None and e.activity.seconds >= limits.window and "computes" not in seen
-    if proven or "silent" in seen:
+    waited = e.health is None or (e.health_s or 0.0) >= FAST
+    still = e.activity is not None and e.activity.seconds >= limits.window and "computes" not in seen
+    if waited and (still or "silent" in seen):
         return _found("hang_suspected", "hang", e, seen)
-    if found := _holding("degraded", e, seen):
+    if waited and (found := _holding("degraded", e, seen)):
         return _spoken("degraded", found)
     answer = "does not answer" if e.health is None else f"answers {e.health}"
     return Verdict(

@@ -173,6 +173,9 @@ TABLE = {
     ),
     "no answer for ever": (up(health=None, health_failing_s=70, ranks=ranks(50.0)), "hang_suspected", "idle-rank-stuck"),
     # Degraded.
+    "503 at once, without asking the scheduler": (
+        up(health=503, health_s=0.01, health_failing_s=90), "degraded", None
+    ),
     "a long prefill": (up(**SICK, activity=LOAD, ranks=ranks(100.0)), "degraded", "overloaded"),
     "a long prefill on a CPU": (up(**SICK, ranks=ranks(100.0)), "degraded", "overloaded"),
     "a queue that nobody serves": (up(batch=Batch(0, 7, None), batch_s=90.0), "degraded", "queue-stuck"),
