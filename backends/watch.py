@@ -13,7 +13,8 @@ import msgspec
 
 from backends.activity import Activity, ActivityWatch
 from backends.catalogue import catalogue
-from backends.diagnose import HEAT, Evidence, Limits, Rank, diagnose
+from backends.diagnose import HEAT, Limits, diagnose
+from backends.evidence import Evidence, Rank
 from backends.gpus import Gpu
 from backends.kernel import KernelLog
 from backends.processes import ProcessSample, RunProcesses, open_files

@@ -2,7 +2,8 @@
 
 import pytest
 
-from backends.diagnose import Evidence, Rank, diagnose
+from backends.diagnose import diagnose
+from backends.evidence import Evidence, Rank
 
 UP = {
     "process_alive": True,

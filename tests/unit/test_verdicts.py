@@ -8,7 +8,8 @@ import pytest
 
 from backends.activity import Activity
 from backends.catalogue import catalogue
-from backends.diagnose import SILENCE, Evidence, Limits, Rank, diagnose
+from backends.diagnose import SILENCE, Limits, diagnose
+from backends.evidence import Evidence, Rank
 from backends.reading import Batch, Hit
 
 LOOKED = 15.0
