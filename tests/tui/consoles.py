@@ -14,6 +14,7 @@ from console.config import ConsoleConfig
 from console.tui.app import Console, Hosts
 
 PATIENCE = 15.0  # seconds
+SETTLED = 5  # looks at a screen that stays as it is
 
 
 def look(name: str) -> dict[str, Any]:
@@ -50,3 +51,17 @@ async def until(pilot: Pilot[Any], condition: Callable[[], object], what: str = 
 async def until_shown(pilot: Pilot[Any], text: str) -> None:
     """Wait until a text is on the screen."""
     await until(pilot, lambda: text in shown(pilot.app), f"shown: {text!r}")  # type: ignore[arg-type]
+
+
+async def until_settled(pilot: Pilot[Any]) -> None:
+    """Wait until the screen is laid out and draws the same again and again: sizes follow contents a little later."""
+    before, same = "", 0
+    deadline = time.monotonic() + PATIENCE
+    while same < SETTLED:
+        assert time.monotonic() < deadline, "the screen never settles"
+        getattr(pilot.app, "show_now", lambda: None)()
+        await pilot.pause()
+        await asyncio.sleep(0.02)
+        now = pilot.app.export_screenshot() if getattr(pilot.app.screen, "laid_out", True) else ""
+        same = same + 1 if now and now == before else 0
+        before = now

@@ -89,6 +89,7 @@ def server(**known: Any) -> dict[str, Any]:
         },
         "layers": "outputs of layers 2, 30, 58 (boundaries 3, 31, 59)",
         "health": 200,
+        "stacks": None,
         "earlier": {
             "run": "server-20261128-101010-c3d4",
             "seconds": 360.0,

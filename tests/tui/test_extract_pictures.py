@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from consoles import until_shown
+from consoles import until_settled, until_shown
 from scenes import extraction
 from screens_shown import (
     OUTPUT,
@@ -101,4 +101,9 @@ def test_extraction_and_samples(
     run, go = SHOWN[name]
     with_extraction(monkeypatch, run)
     app = made_console(MadeJobs(plan=PLAN, sample=seen()), {"samples": page(), "folder": FOLDER})
-    assert snap_compare(app, terminal_size=size, run_before=go)
+
+    async def go_and_settle(pilot: Any) -> None:
+        await go(pilot)
+        await until_settled(pilot)
+
+    assert snap_compare(app, terminal_size=size, run_before=go_and_settle)

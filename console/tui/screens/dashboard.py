@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Grid, VerticalScroll
@@ -72,6 +73,10 @@ class DashboardScreen(HostScreen, inherit_bindings=False):
         """See `HostScreen`."""
         super().show(now)
         self.query_one(Banner).show(now)
+
+    @on(Panel.Grown)
+    def level(self) -> None:
+        """Panels side by side are equally high."""
         for pair in (("#server", "#extraction"), ("#gpus", "#dumps")):
             panels = [self.query_one(name, Panel) for name in pair]
             tallest = max(panel.height for panel in panels) if not self.has_class("-narrow") else 0

@@ -133,6 +133,8 @@ def trouble(server: dict[str, Any], width: int) -> Iterable[Content]:
         yield from wrapped(verdict["remedy"], width, "bold", "-> ", "   ")
     for text in verdict["evidence"][:EVIDENCE_SHOWN]:
         yield _muted(f"  {text}")
+    if server["stacks"]:
+        yield _muted(f"  stacks: {server['stacks']}")
 
 
 class ExtractionPanel(Panel):

@@ -7,6 +7,7 @@ from typing import Any
 
 from textual.content import Content
 from textual.events import Resize
+from textual.message import Message
 from textual.widgets import Static
 
 SIGN_STYLES = {
@@ -34,6 +35,9 @@ class Panel(Static):
 
     title = ""
 
+    class Grown(Message):
+        """It has more lines than before, or fewer."""
+
     def __init__(self, **known: Any) -> None:
         super().__init__(markup=False, **known)
         self.border_title = self.title
@@ -58,13 +62,14 @@ class Panel(Static):
         lines = [line.truncate(width, ellipsis=True) for line in self.paint(now, width)]
         drawn = [(line.plain, line.spans) for line in lines]
         if drawn != self._drawn:
+            if len(drawn) != len(self._drawn):
+                self.post_message(self.Grown())
             self._drawn = drawn
             self.update(Content("\n").join(lines))
 
     def on_resize(self, event: Resize) -> None:
         """Draw for the new width."""
         if self._now is not None:
-            self._drawn = []
             self.show(self._now)
 
 
