@@ -1,5 +1,6 @@
 # make demo   the main job on the embedded engine          make test       what every change must pass, under 15 minutes
 # make check  ruff, mypy, import-linter                     make test-all   all of it, before something is called done
+# make screenshots   the README's pictures, from a running demo
 # make demo-ssh   the demo on a host behind a private sshd on loopback, with the link cut three times
 
 PYTHON ?= python3
@@ -7,13 +8,16 @@ CONSOLE := .venv/bin/python
 ENGINE := .venv-engine/bin/python
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo demo-ssh check test test-all console engine clean
+.PHONY: demo demo-ssh screenshots check test test-all console engine clean
 
 demo: console engine
 	.venv/bin/layertap demo
 
 demo-ssh: console engine
 	$(CONSOLE) tests/sshd/demo.py
+
+screenshots: console engine
+	PYTHONPATH=tests/tui:tests/unit $(CONSOLE) tests/tui/screenshots.py tests/tui/screenshots
 
 check: console
 	.venv/bin/ruff check .
@@ -22,11 +26,13 @@ check: console
 	.venv/bin/lint-imports
 
 test: console engine
-	$(CONSOLE) -m pytest -m "not slow" tests/unit tests/sshd tests/end_to_end
+	$(CONSOLE) -m pytest -m "not slow" -n 3 --dist loadfile tests/unit tests/tui tests/sshd
+	$(CONSOLE) -m pytest -m "not slow" tests/end_to_end
 	PYTHONPATH=. $(ENGINE) -m pytest -m "not slow" tests/engine tests/gpu
 
 test-all: console engine
-	$(CONSOLE) -m pytest tests/unit tests/sshd tests/end_to_end
+	$(CONSOLE) -m pytest -n 3 --dist loadfile tests/unit tests/tui tests/sshd
+	$(CONSOLE) -m pytest tests/end_to_end
 	PYTHONPATH=. $(ENGINE) -m pytest tests/engine tests/gpu
 
 # The console's environment, with everything that the checks and its tests need.
