@@ -72,14 +72,23 @@ ROW_OPTIONS = RowOptions()
 
 
 @app.default
-def console(*, read_only: bool = False, port: int | None = None, common: Common = COMMON) -> int:
+def console(
+    *, read_only: bool = False, port: int | None = None, serve: int | None = None, common: Common = COMMON
+) -> int:
     """Open the console on a host: link, server, GPUs, dumps and extraction live, and every verb by a key.
 
     Args:
         read_only: look, and change nothing.
         port: port of the server, where several run.
+        serve: show it in a browser instead, on this port of the loopback address; needs layertap[web].
     """
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if serve is not None:
+        from console import web
+
+        web.serve(serve, _same_console(read_only, port, common))
+        return ExitCode.OK
+    in_browser = "TEXTUAL_DRIVER" in os.environ  # textual-serve's
+    if not in_browser and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("the console needs a terminal; `layertap status --watch` follows without one")
     from console import config
     from console.tui.app import run
@@ -92,6 +101,19 @@ def console(*, read_only: bool = False, port: int | None = None, common: Common 
         read_only=read_only,
         port=port,
     )
+
+
+def _same_console(read_only: bool, port: int | None, common: Common) -> list[str]:
+    """The words that open this very console."""
+    options = {
+        "--host": common.host,
+        "--accept-new-host-key": common.accept_new_host_key,
+        "--python": common.python,
+        "--config": common.config,
+        "--port": port,
+    }
+    words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
+    return [*words, "--read-only"] if read_only else words
 
 
 @app.command

@@ -247,6 +247,36 @@ async def test_a_theme_that_is_not_there_is_said() -> None:
         await until_shown(pilot, "there is no theme 'mauve'")
 
 
+async def test_a_user_s_theme_is_taken_up_as_it_changes(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("console.themes.folder", lambda: tmp_path)
+    monkeypatch.setattr("console.tui.app.THEME_SECONDS", 0.05)
+    (tmp_path / "mauve.toml").write_text('primary = "#887788"\ndark = true\n')
+    app = console(config=ConsoleConfig(theme="mauve"))
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        await until(pilot, lambda: app.theme == "mauve")
+        (tmp_path / "mauve.toml").write_text('primary = "#998899"\ndark = true\n')
+        await until(pilot, lambda: app.current_theme.primary == "#998899", "the new colour")
+        (tmp_path / "mauve.toml").write_text('primary = "mauvish"\n')
+        await until_shown(pilot, "is no colour")
+        assert app.current_theme.primary == "#998899"
+
+
+async def test_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every state is a word and a sign, so that nothing is lost."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    app = console("throttled")
+    async with app.run_test(size=(120, 40)) as pilot:
+        for text in ("+ READY", "! thermal", "! XID 79", "! 7  GPU is lost", "failed 2"):
+            await until_shown(pilot, text)
+        colours = {
+            segment.style.color.triplet
+            for strip in app.screen._compositor.render_strips()
+            for segment in strip
+            if segment.style and segment.style.color and segment.style.color.triplet
+        }
+        assert all(len({one.red, one.green, one.blue}) == 1 for one in colours)
+
+
 async def test_keys_of_the_user() -> None:
     app = console(answers={"all": []}, config=ConsoleConfig(keymap={"view.runs": "f5"}))
     async with app.run_test(size=SIZE, notifications=True) as pilot:

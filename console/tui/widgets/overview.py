@@ -127,8 +127,9 @@ def trouble(server: dict[str, Any], width: int) -> Iterable[Content]:
     verdict = server["verdict"]
     if verdict["verdict"] in ("healthy", "stopped"):
         return
+    sign = words.SIGNS[verdict["verdict"]]
     if verdict["cause"]:
-        yield from wrapped(verdict["cause"], width, "bold $text-error", "! ", "  ")
+        yield from wrapped(verdict["cause"], width, f"bold {SIGN_STYLES[sign]}", f"{sign} ", "  ")
     if verdict["remedy"]:
         yield from wrapped(verdict["remedy"], width, "bold", "-> ", "   ")
     for text in verdict["evidence"][:EVIDENCE_SHOWN]:
