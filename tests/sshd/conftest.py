@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from demo import ENGINE
 from packages import ROOT, need
+from remote import Console
 from sshd import Keys, Relay, Sshd, User
 
 
@@ -104,3 +106,15 @@ def users_sshd(
         "LAYERTAP_PYTHON": python,
     }
     return lambda **options: start_sshd(environment=environment, AuthorizedKeysFile=str(authorized_keys), **options)
+
+
+@pytest.fixture
+def engine_console(sshd: Sshd, relay: Relay, tmp_path: Path) -> Iterator[Console]:
+    """The command, on a host with the embedded engine behind a relay; servers that it leaves are stopped."""
+    if not ENGINE.exists():
+        pytest.skip(f"{ENGINE} is not there: `make engine` sets the embedded engine up")
+    made = Console(tmp_path / "console", sshd, ENGINE, port=relay.port)
+    yield made
+    for run in made.json("runs")["runs"]:
+        if run["kind"] == "server" and run["state"] == "running":
+            made.json("stop", run["id"])

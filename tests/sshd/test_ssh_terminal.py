@@ -4,15 +4,13 @@ come back, leave, come back, stop.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from demo import ENGINE
 from helpers import free_port, until
-from remote import Console
+from remote import Console, write_rows
 from sshd import Relay, Sshd
 from terminal import Terminal
 
@@ -21,22 +19,13 @@ SLOW = 300.0  # seconds that a busy machine may take for an engine's start
 
 
 @pytest.fixture
-def console(sshd: Sshd, relay: Relay, tmp_path: Path) -> Iterator[Console]:
-    if not ENGINE.exists():
-        pytest.skip(f"{ENGINE} is not there: `make engine` sets the embedded engine up")
-    made = Console(tmp_path / "console", sshd, ENGINE, port=relay.port)
-    yield made
-    for run in made.json("runs")["runs"]:
-        if run["kind"] == "server" and run["state"] == "running":
-            made.json("stop", run["id"])
-
-
-@pytest.fixture
-def terminal(console: Console) -> Iterator[Callable[[], Terminal]]:
+def terminal(engine_console: Console) -> Iterator[Callable[[], Terminal]]:
     started: list[Terminal] = []
 
     def start() -> Terminal:
-        started.append(Terminal([Path(sys.executable).with_name("layertap")], console.environment, console.folder))
+        started.append(
+            Terminal([Path(sys.executable).with_name("layertap")], engine_console.environment, engine_console.folder)
+        )
         return started[-1]
 
     yield start
@@ -44,15 +33,11 @@ def terminal(console: Console) -> Iterator[Callable[[], Terminal]]:
         one.close()
 
 
-def write_rows(path: Path) -> Path:
-    rows = ({"input_ids": [9 + (7 * i + j) % 1000 for j in range(40)], "loss_mask": [1] * 40} for i in range(ROWS))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.mark.slow
-def test_a_day_at_the_console(console: Console, terminal: Callable[[], Terminal], relay: Relay, tmp_path: Path) -> None:
-    rows, output, port = write_rows(tmp_path / "rows.jsonl"), tmp_path / "dataset", free_port()
+def test_a_day_at_the_console(
+    engine_console: Console, terminal: Callable[[], Terminal], relay: Relay, tmp_path: Path
+) -> None:
+    rows, output, port = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "dataset", free_port()
     shown = terminal()
     shown.until("live", "no server of ours ever ran here")
 
@@ -121,9 +106,9 @@ def test_a_day_at_the_console(console: Console, terminal: Callable[[], Terminal]
     again.wait(lambda _: again.code is not None, "its end")
     assert again.code == 0
     assert "goes on" not in again.screen, again.screen
-    report = console.json("verify", output)
+    report = engine_console.json("verify", output)
     assert (report["samples"], report["verified"], report["failed"]) == (ROWS, ROWS, 0)
-    until(lambda: console.json("runs")["runs"][-1]["state"] == "exited", "the server is gone")
+    until(lambda: engine_console.json("runs")["runs"][-1]["state"] == "exited", "the server is gone")
 
 
 def test_a_dead_link_holds_up_no_key(sshd: Sshd, relay: Relay, tmp_path: Path) -> None:
