@@ -1,4 +1,4 @@
-"""An extraction on a host behind sshd whose link is cut twenty times, with a second console looking on."""
+"""An extraction on a host behind sshd whose link is cut twenty times and frozen once; a second console looks on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from remote import Console, write_rows
 from sshd import Relay
 
 CUTS = 20
-ROWS = 3000
+ROWS = 6000  # more than are drawn by the time that the link has been frozen
 
 
 @pytest.mark.slow
@@ -28,6 +28,11 @@ def test_twenty_cuts_lose_and_double_nothing(engine_console: Console, relay: Rel
         before = relay.connections
         relay.cut()
         until(lambda before=before: relay.connections > before, "it dials again")  # type: ignore[misc]
+    assert next(lines)
+    before = relay.connections
+    relay.freeze()  # nobody says that anything is wrong
+    until(lambda: relay.connections > before, "the watchdog has noticed, and it dials again", 90)
+    relay.thaw()
     other = engine_console.json("status")  # a second console, while the first one goes on
     assert other["extraction"]["details"]["output"] == str(output)
     last = [*lines][-1]
