@@ -59,6 +59,20 @@ async def test_the_gate_s_word() -> None:
         await until_shown(pilot, "safe to draw from")
 
 
+async def test_what_runs_with_what_it_resolved() -> None:
+    app = made({"findings": [], "effective": {"tp_size": "8", "api_key": "***"}})
+    app.feed.scene["server"]["details"]["env"] = {"NCCL_DEBUG": "WARN", "HF_TOKEN": "***"}
+    async with app.run_test(size=(140, 120)) as pilot:
+        await opened(pilot)
+        for text in (
+            "What runs",
+            "--model-path /models/llama   --port 30000   --old-flag",
+            "NCCL_DEBUG=WARN   HF_TOKEN=***",
+        ):
+            await until_shown(pilot, text)
+        await until_shown(pilot, "api_key=***   tp_size=8")
+
+
 async def test_what_the_gate_objects_to() -> None:
     app = made(UNSAFE)
     async with app.run_test(size=SIZE) as pilot:

@@ -19,7 +19,7 @@ from backends.errors import LayertapError, UsageError
 from backends.sglang import Launch, Overrides, mask_argv
 from capture.layers import LayerChoice
 from console.feed import Feed
-from console.launching import differences, layer_choice, pairs, shown
+from console.launching import differences, flags, layer_choice, pairs, shown
 from console.session import Session
 from console.tui.screens.base import HostScreen
 from console.tui.widgets.overview import ServerPanel
@@ -58,8 +58,33 @@ class GatePanel(Panel):
         return lines
 
 
+class RunningPanel(Panel):
+    """What the server was started with, and what it says that it made of that; secrets are masked."""
+
+    title = "What runs"
+
+    def __init__(self, **known: Any) -> None:
+        super().__init__(**known)
+        self.effective: dict[str, str] = {}
+
+    def paint(self, now: dict[str, Any], width: int) -> list[Content]:
+        """See `Panel`."""
+        server = now["server"]
+        if server is None:
+            return [line(("nothing", "$foreground-muted"))]
+        argv = [f"{name} {value}".rstrip() for name, value in flags(server["argv"]).items()]
+        env = [f"{name}={value}" for name, value in server["details"].get("env", {}).items()]
+        resolved = [f"{name}={value}" for name, value in sorted(self.effective.items())]
+        lines = []
+        for title, words_said in (("arguments", argv), ("environment", env), ("resolved", resolved)):
+            if words_said:
+                lines.append(line((title, "bold $text-accent")))
+                lines += wrapped("   ".join(words_said), width, "", "  ", "  ")
+        return lines
+
+
 class ServerScreen(HostScreen):
-    """Server and gate on top; below them the form of a launch, and what it comes to."""
+    """Server and gate on top; below them the form of a launch and what it comes to, then what runs now."""
 
     BINDINGS = [  # noqa: RUF012
         Binding("ctrl+l", "launch", "Launch", id="server.launch"),
@@ -93,6 +118,7 @@ class ServerScreen(HostScreen):
                     yield Input(placeholder="mem-fraction-static=0.85", id="set", compact=True)
                     yield Button("Launch", id="launch", variant="primary", compact=True)
                 yield Static(markup=False, id="preview")
+            yield RunningPanel(id="running")
 
     def on_mount(self) -> None:
         """See `HostScreen`."""
@@ -135,6 +161,7 @@ class ServerScreen(HostScreen):
         answer = await self.ask_host(lambda session: session.host.request("gate", run_id=run_id))
         panel.findings = answer["findings"] if answer else None
         panel.why = "it could not be asked"
+        self.query_one(RunningPanel).effective = answer["effective"] if answer else {}
 
     @on(Select.Changed)
     @on(Input.Changed)
