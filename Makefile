@@ -37,7 +37,7 @@ test-all: console engine
 
 # The console's environment, with everything that the checks and its tests need.
 console: .venv/ready
-.venv/ready: pyproject.toml
+.venv/ready: pyproject.toml tests/requirements.txt
 	$(PYTHON) -m venv .venv
 	$(CONSOLE) $(PIP) -e . -r tests/requirements.txt
 	touch $@
