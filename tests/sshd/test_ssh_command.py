@@ -108,6 +108,40 @@ def test_a_log_is_followed_over_cuts_and_a_rotation(console: Console, relay: Rel
     assert (following.returncode, said) == (130, "the log was rotated, 0 bytes of it are gone\n")
 
 
+def freeze(relay: Relay) -> None:
+    """Until the watchdog has noticed, and the link is dialled again."""
+    before = relay.connections
+    relay.freeze()
+    until(lambda: relay.connections > before, "it dials again", 90)
+    relay.thaw()
+
+
+def test_a_log_is_followed_over_a_freeze(console: Console, relay: Relay) -> None:
+    run = console.json("launch", "fake", "--port", free_port(), "--env", "FAKE=silent", "--detach")
+    following = console.start("logs", "--follow")
+    assert following.stdout is not None
+    assert "server_args=" in following.stdout.readline()
+    relay.freeze()
+    with Path(run["log"]).open("a") as file:
+        file.writelines(f"line {number}\n" for number in range(1000))
+    freeze(relay)
+    read = (line for line in iter(following.stdout.readline, "") if line.startswith("line "))
+    assert [next(read) for _ in range(1000)] == [f"line {number}\n" for number in range(1000)]
+    following.send_signal(signal.SIGINT)
+    _, said = following.communicate(timeout=60)
+    assert (following.returncode, said) == (130, "")
+
+
+def test_a_launch_is_followed_over_a_freeze(console: Console, relay: Relay) -> None:
+    launching = console.start("launch", "fake", "--port", free_port(), "--json")
+    assert launching.stderr is not None
+    assert launching.stderr.readline().startswith("launched server-")
+    freeze(relay)
+    said, narration = launching.communicate(timeout=120)
+    assert launching.returncode == 0, narration
+    assert json.loads(said)["verdict"]["verdict"] == "healthy"
+
+
 def test_a_status_is_watched_over_cuts(console: Console, relay: Relay) -> None:
     run = console.json("launch", "fake", "--port", free_port(), "--detach")
     watching = console.start("status", "--watch", "--json")
