@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Group, Parameter
 
 from backends.errors import ExitCode, LayertapError, LeftBehind, RunDied, UsageError
-from console import VERSION
+from console import DEFAULT_PORT, VERSION
 
 if TYPE_CHECKING:
     from console.demo import Follow, Say
     from console.session import Session
 
-DEFAULT_PORT = 30000
 
 app = App(
     name="layertap",
@@ -461,22 +460,23 @@ def extract(
         allow_volatile: let the dataset lie in memory (tmpfs).
     """
     from console import headless
+    from console.extraction import job
+    from console.session import going_on
 
     with _session(common) as session:
         place = _path(output, common)
         run = session.extraction(place)
-        if run is not None and run["state"] in ("running", "starting"):
+        if run is not None and going_on(run):
             headless.say(f"attached to {run['id']}, which writes to {place} already")
         else:
-            job = {
-                "rows": _path(rows, common),
-                "output": place,
-                "formats": _formats(format, session),
-                "options": _row_options(options, session),
-                "layertap": VERSION,
-                "allow_volatile": allow_volatile,
-            }
-            run = session.start("extract", job, port)
+            asked = job(
+                _path(rows, common),
+                place,
+                _formats(format, session),
+                _row_options(options, session),
+                allow_volatile=allow_volatile,
+            )
+            run = session.start("extract", asked, port)
             headless.say(f"started {run['id']}")
         if detach:
             headless.out(run, common.json, lambda run: [run["id"]])
@@ -604,7 +604,7 @@ def demo(
     from console.headless import out, show_demo
 
     def make(session: Session, say: Say, follow: Follow) -> Demo:
-        return Demo(session, _path(output, common), profile, VERSION, say, follow)
+        return Demo(session, _path(output, common), profile, say, follow)
 
     if headless or common.json or os.environ.get("CI") or not (sys.stdin.isatty() and sys.stdout.isatty()):
         with _session(common) as session:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from console.session import going_on
+
 Now = dict[str, Any]  # a snapshot
 
 
@@ -23,7 +25,7 @@ def connected(now: Now) -> str | None:
 def server_running(now: Now) -> str | None:
     """Refused without a server that runs."""
     server = now["server"]
-    if server is None or server["state"] not in ("running", "starting"):
+    if not going_on(server):
         return connected(now) or "no server runs; launch one first"
     return connected(now)
 
@@ -31,7 +33,7 @@ def server_running(now: Now) -> str | None:
 def extraction_running(now: Now) -> str | None:
     """Refused where nothing is being extracted."""
     run = now["extraction"]
-    if run is None or run["state"] not in ("running", "starting"):
+    if not going_on(run):
         return connected(now) or "no extraction runs"
     return connected(now)
 

@@ -9,6 +9,7 @@ from typing import Any
 from backends import sglang
 from backends.errors import ExitCode, LayertapError, LeftBehind, NotReady
 from console import words
+from console.extraction import job
 from console.launching import layer_choice
 from console.session import Session
 
@@ -25,11 +26,10 @@ class Demo:
     `say` takes a sentence a step, `follow` what is known of the step under way: a server's status or a job's run.
     """
 
-    def __init__(self, session: Session, output: str, profile: str, layertap: str, say: Say, follow: Follow) -> None:
+    def __init__(self, session: Session, output: str, profile: str, say: Say, follow: Follow) -> None:
         self.session = session
         self.output = output
         self.profile = profile
-        self.layertap = layertap
         self.say = say
         self.follow = follow
         self.server: dict[str, Any] | None = None
@@ -50,7 +50,8 @@ class Demo:
         if status["verdict"]["verdict"] != "healthy":
             raise NotReady("\n".join(words.server(status)))
         self.say(f"ready; drawing {status['layers']}")
-        drawn = self._job("extract", self._extraction(), server["port"])
+        rows = f"{session.hello['payload_folder']}/host/backends/embedded/conversations.jsonl"
+        drawn = self._job("extract", job(rows, self.output, FORMATS, {}, allow_volatile=True), server["port"])
         report = self._job("verify", {"output": self.output})
         self.made = {
             "schema": 1,
@@ -61,18 +62,8 @@ class Demo:
             "whole": report["verified"] == drawn["samples"],
         }
 
-    def _extraction(self) -> dict[str, Any]:
-        return {
-            "rows": f"{self.session.hello['payload_folder']}/host/backends/embedded/conversations.jsonl",
-            "output": self.output,
-            "formats": FORMATS,
-            "options": {},
-            "layertap": self.layertap,
-            "allow_volatile": True,
-        }
-
-    def _job(self, kind: str, job: dict[str, Any], port: int | None = None) -> dict[str, Any]:
-        started = self.session.start(kind, job, port)
+    def _job(self, kind: str, asked: dict[str, Any], port: int | None = None) -> dict[str, Any]:
+        started = self.session.start(kind, asked, port)
         if kind == "extract":
             self.say(f"extracting: {started['id']}")
         run = started

@@ -13,6 +13,7 @@ from backends.doctor.report import GROUPS, Check, Status, judge, unknown
 from backends.errors import NotReady
 from backends.sglang import Launch, Overrides, ProfileError
 from capture.measure import Measured
+from console import DEFAULT_PORT
 from console.session import Session
 
 SKEW_WARN, SKEW_FAIL = 1.0, 5.0  # seconds
@@ -25,7 +26,7 @@ class Wanted(NamedTuple):
 
     profile: str | None = None
     model: str | None = None
-    port: int = 30000
+    port: int = DEFAULT_PORT
     output: str | None = None
 
 

@@ -8,8 +8,7 @@ from backends.errors import UsageError
 from capture.chat import InputError
 from capture.rows import RowOptions
 from console import VERSION
-
-LIVE = ("running", "starting")
+from console.session import going_on
 
 
 def job(
@@ -48,11 +47,6 @@ def again(run: dict[str, Any]) -> dict[str, Any]:
         details.get("options", {}),
         allow_volatile=details.get("allow_volatile", False),
     )
-
-
-def going_on(run: dict[str, Any] | None) -> bool:
-    """Whether a run is under way."""
-    return run is not None and run["state"] in LIVE
 
 
 def live_port(server: dict[str, Any] | None) -> int | None:

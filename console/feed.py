@@ -20,7 +20,7 @@ from backends.logs import LogCursor
 from backends.sglang import mask_text
 from console import words
 from console.log_buffer import LogBuffer
-from console.session import Session, empty_snapshot
+from console.session import Session, empty_snapshot, going_on
 
 if TYPE_CHECKING:
     from backends.ssh import Ask, Question
@@ -95,9 +95,8 @@ class Tail:
             return True
         self.heard = time.monotonic()
         if step.kind != "continue":
-            lost = "an unknown number of" if step.lost is None else f"{step.lost:,}"
             self.lost = None if step.lost is None or self.lost is None else self.lost + step.lost
-            self.buffer.mark(f"the log was {step.kind}, {lost} bytes of it are gone")
+            self.buffer.mark(words.log_gap(step.kind, step.lost))
             return True
         if not step.data:
             return False
@@ -266,7 +265,7 @@ class Feed:
             servers = session.host.request("all", kind="server")
         except LayertapError:
             return
-        live = [run["id"] for run in servers if run["state"] in ("running", "starting")]
+        live = [run["id"] for run in servers if going_on(run)]
         self._run_id = (live or [None])[0]
 
     def _remember(self, now: dict[str, Any]) -> None:

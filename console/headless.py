@@ -63,7 +63,7 @@ class StartNarration:
         """Take in the server's status."""
         phase = status["phase"] or "starting"
         if phase != self.last:
-            say(f"  {phase.replace('_', '-')} …")
+            say(f"  {words.dashed(phase)} …")
             self.last = phase
         verdict, cause = status["verdict"]["verdict"], status["verdict"]["cause"]
         if verdict in words.GOING_ON and cause != self.told:
@@ -71,7 +71,7 @@ class StartNarration:
             if cause:
                 say(f"  {words.SIGNS[verdict]} {verdict.replace('_', ' ')}: {cause}")
         silent = next((line for line in status["verdict"]["evidence"] if line.startswith("log silent")), "")
-        ProgressLine.show(f"  {phase.replace('_', '-')} for {words.duration(status['phase_seconds'])}  {silent}")
+        ProgressLine.show(f"  {words.dashed(phase)} for {words.duration(status['phase_seconds'])}  {silent}")
 
 
 def wait_ready(session: Session, run_id: str, seconds: float) -> dict[str, Any]:
@@ -125,8 +125,7 @@ def follow_log(session: Session, path: str, follow: bool) -> Iterator[bytes]:
     while True:
         step = session.log(path, cursor)
         if step.kind != "continue":
-            lost = "an unknown number of" if step.lost is None else f"{step.lost:,}"
-            say(f"the log was {step.kind}, {lost} bytes of it are gone")
+            say(words.log_gap(step.kind, step.lost))
         elif step.data:
             yield step.data
         elif not follow:

@@ -23,6 +23,11 @@ POLL_SECONDS = 0.5
 LOG_SHOWN = 4000  # bytes of a failed job's log
 
 
+def going_on(run: dict[str, Any] | None) -> bool:
+    """Whether a run is under way."""
+    return run is not None and run["state"] in ("running", "starting")
+
+
 def empty_snapshot() -> dict[str, Any]:
     """A snapshot of a host of which nothing is known yet."""
     names = ("link", "host", "gpus", "server", "processes", "dumps", "extraction", "runs", "question", "trouble")
@@ -111,7 +116,7 @@ class Session:
         while True:
             run = self._dict(self.host.request("run", run_id=run_id))
             yield run
-            if run["state"] not in ("running", "starting"):
+            if not going_on(run):
                 return
             time.sleep(POLL_SECONDS)
 

@@ -63,9 +63,10 @@ def read(file: Traversable) -> Theme:
     return theme
 
 
-def stamp() -> tuple[tuple[str, int], ...]:
-    """Changes when a user's theme file does."""
+def stamp() -> tuple[tuple[str, int, int], ...]:
+    """Changes when a user's theme file does; sizes tell a file that was read while it was being written."""
     try:
-        return tuple(sorted((file.name, file.stat().st_mtime_ns) for file in folder().glob("*.toml")))
+        found = [(file.name, file.stat()) for file in folder().glob("*.toml")]
     except OSError:
         return ()
+    return tuple(sorted((name, stat.st_mtime_ns, stat.st_size) for name, stat in found))

@@ -72,7 +72,7 @@ def phase_bar(status: dict[str, Any]) -> str:
         started, ended = phase["started"], phase["ended"]
         took = duration(max(0.0, ended - started)) if started is not None and ended is not None else "…"
         detail = f" ({phase['detail']})" if phase["detail"] and ended is None else ""
-        name = phase["id"].replace("_", "-")
+        name = dashed(phase["id"])
         parts.append(name if phase["id"] == "ready" else f"{name} {took}{detail}")
     return " > ".join(parts) or "nothing logged yet"
 
@@ -82,7 +82,7 @@ def server(status: dict[str, Any]) -> Iterator[str]:
     verdict = status["verdict"]
     in_phase = ""
     if verdict["verdict"] in GOING_ON and status["phase"]:
-        in_phase = f", in {status['phase'].replace('_', '-')} for {duration(status['phase_seconds'])}"
+        in_phase = f", in {dashed(status['phase'])} for {duration(status['phase_seconds'])}"
     yield f"{SIGNS[verdict['verdict']]} server {status['id']}: {verdict['verdict']}{in_phase}"
     yield f"  profile {status['details']['profile']} · SGLang {status['sglang']} · port {status['port']}"
     yield f"  {phase_bar(status)}"
@@ -122,7 +122,7 @@ def dumps(dump: dict[str, Any]) -> str:
     seen = dump["seen"] or {}
     states = dump["states"]
     parts = [
-        " · ".join(f"{name.replace('_', '-')} {count}" for name, count in seen.items()),
+        " · ".join(f"{dashed(name)} {count}" for name, count in seen.items()),
         f"done {states['done']['requests']} · failed {states['failed']['requests']}",
         f"{size(dump['bytes_per_second'])}/s" if dump["bytes_per_second"] else "",
         f"arena {dump['slots_free']} of {dump['slots']} slots free" if dump["slots"] is not None else "",
@@ -145,10 +145,10 @@ def gpus(sample: dict[str, Any]) -> Iterator[str]:
         troubles = [*(gpu["throttle"] or []), *(f"XID {xid['code']}" for xid in gpu["xid"] or [])]
         parts = [
             gpu["name"] or "?",
-            f"{_number(gpu['utilisation_percent'])} %",
+            f"{number(gpu['utilisation_percent'])} %",
             f"{size(gpu['memory_used_bytes'])} of {size(gpu['memory_total_bytes'])}",
-            f"{_number(gpu['power_watts'])} of {_number(gpu['power_limit_watts'])} W",
-            f"{_number(gpu['temperature_c'])} °C",
+            f"{number(gpu['power_watts'])} of {number(gpu['power_limit_watts'])} W",
+            f"{number(gpu['temperature_c'])} °C",
             *troubles,
         ]
         yield f"{'!' if troubles else ' '} GPU {gpu['index']}: " + " · ".join(parts)
@@ -173,7 +173,18 @@ def stream(state: dict[str, Any]) -> str:
     return f"{state['state']}{age}{lost}"
 
 
-def _number(value: float | None) -> str:
+def log_gap(kind: str, lost: int | None) -> str:
+    """What became of a log that was rotated or cut, and how many of its bytes are gone."""
+    return f"the log was {kind}, {'an unknown number of' if lost is None else f'{lost:,}'} bytes of it are gone"
+
+
+def dashed(name: str) -> str:
+    """A name out of JSON as it is shown: `warm-up`."""
+    return name.replace("_", "-")
+
+
+def number(value: float | None) -> str:
+    """A whole number, `?` where it is not known."""
     return "?" if value is None else f"{value:.0f}"
 
 
@@ -450,7 +461,7 @@ def doctor_counts(report: dict[str, Any]) -> str:
 
 def check_name(check: dict[str, Any]) -> str:
     """A check's own name, without its group."""
-    return str(check["id"]).partition(".")[2].replace("_", "-")
+    return dashed(str(check["id"]).partition(".")[2])
 
 
 def hosts(made: dict[str, Any]) -> Iterator[str]:

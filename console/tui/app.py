@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
@@ -18,9 +18,9 @@ from textual.theme import BUILTIN_THEMES
 from console import themes, words
 from console.commands import BY_ID, COMMANDS
 from console.config import Config, ConsoleConfig
-from console.extraction import going_on
 from console.feed import Feed
 from console.hosts import LOCAL, known, look, open_session
+from console.session import Session, going_on
 from console.tui.screens.base import HostScreen
 from console.tui.screens.dashboard import DashboardScreen
 from console.tui.screens.dialogs import Confirm, HostKey, Secret
@@ -34,6 +34,7 @@ from console.tui.screens.samples import SamplesScreen
 from console.tui.screens.server import ServerScreen
 from console.tui.screens.try_prompt import TryScreen
 
+T = TypeVar("T")
 SHOW_SECONDS = 0.25
 THEME_SECONDS = 2.0
 DEFAULTS = ConsoleConfig()
@@ -172,21 +173,23 @@ class Console(App[None], inherit_bindings=False):
             self.notify(f"{command.label}: {refusal}", severity="warning", markup=False)
         elif name == "view.dashboard":
             self._back()
-        elif name == "view.hosts":
+        elif view := self._view(name):
             self._back()
-            self.push_screen(HostsScreen(self.feed, self.hosts.names, self.hosts.look))
-        elif name == "view.logs":
-            self._back()
-            self.push_screen(self._logs())
-        elif name in VIEWS:
-            self._back()
-            self.push_screen(VIEWS[name](self.feed))
+            self.push_screen(view)
         else:
             getattr(self, f"_do_{name.replace('.', '_')}")()
 
     def _back(self) -> None:
         while len(self.screen_stack) > 2:
             self.pop_screen()
+
+    def _view(self, name: str) -> Screen[None] | str | None:
+        """The screen that a command shows, or its name; None for a command that shows none."""
+        if name == "view.hosts":
+            return HostsScreen(self.feed, self.hosts.names, self.hosts.look)
+        if name == "view.logs":
+            return self._logs()
+        return VIEWS[name](self.feed) if name in VIEWS else None
 
     def _logs(self) -> str:
         """The name of the log screen, which stays as it was left."""
@@ -229,9 +232,8 @@ class Console(App[None], inherit_bindings=False):
         run_id = self.feed.snapshot()["server"]["id"]
 
         async def reading() -> None:
-            screen = next(one for one in reversed(self.screen_stack) if isinstance(one, HostScreen))
             self.notify(f"reading where the processes of {run_id} stand …", markup=False)
-            report = await screen.ask_host(lambda session: session.host.request("stacks", run_id=run_id))
+            report = await self._ask_host(lambda session: session.host.request("stacks", run_id=run_id))
             if report is not None:
                 self.notify("\n".join(words.stacks(report)), timeout=60, markup=False)
 
@@ -247,9 +249,8 @@ class Console(App[None], inherit_bindings=False):
                 self.run_worker(stopping())
 
         async def stopping() -> None:
-            screen = next(one for one in reversed(self.screen_stack) if isinstance(one, HostScreen))
             self.notify(f"stopping {run_id} …", markup=False)
-            made = await screen.ask_host(lambda session: session.stop(run_id, "asked for in the console"))
+            made = await self._ask_host(lambda session: session.stop(run_id, "asked for in the console"))
             if made is None:
                 return
             left = "; ".join(made["left"])
@@ -259,6 +260,11 @@ class Console(App[None], inherit_bindings=False):
                 self.notify(f"{run_id} stopped in {made['seconds']} s ({made['how']}), nothing left", markup=False)
 
         self.push_screen(Confirm(text, "Stop it"), confirmed)
+
+    async def _ask_host(self, act: Callable[[Session], T]) -> T | None:
+        """See `HostScreen.ask_host`; a dialog may lie over the screen."""
+        screen = next(one for one in reversed(self.screen_stack) if isinstance(one, HostScreen))
+        return await screen.ask_host(act)
 
     def _do_link_retry(self) -> None:
         self.feed.retry()

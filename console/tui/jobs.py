@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from console.feed import Feed
-from console.session import POLL_SECONDS, Session
+from console.session import POLL_SECONDS, Session, going_on
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ async def finish_job(
     run = await ask(feed, lambda session: session.start(kind, job, port))
     run_id = run["id"]
     try:
-        while run["state"] in ("running", "starting"):
+        while going_on(run):
             if run["progress"]:
                 progress(run["progress"])
             await asyncio.sleep(POLL_SECONDS)

@@ -15,7 +15,6 @@ from typing import Any
 from consoles import shown
 from textual.pilot import Pilot
 
-from console import VERSION
 from console.config import Config, ConsoleConfig
 from console.demo import Demo
 from console.hosts import LOCAL
@@ -41,7 +40,7 @@ async def take(folder: Path, output: Path) -> None:
         hosts,
         LOCAL,
         ConsoleConfig(animations=False),
-        lambda session, say, follow: Demo(session, str(output), "embedded-kimi-k2_5", VERSION, say, follow),
+        lambda session, say, follow: Demo(session, str(output), "embedded-kimi-k2_5", say, follow),
     )
 
     def save(name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
@@ -15,7 +14,8 @@ from backends.errors import LayertapError
 from console import words
 from console.commands import COMMANDS
 from console.feed import Feed
-from console.session import Session
+from console.session import Session, going_on
+from console.tui.jobs import ask
 from console.tui.widgets.panel import Panel, joined, line
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ def server_words(now: dict[str, Any]) -> list[str]:
     tap, version = server["tap"], f"SGLang {server['sglang']}"
     layers = tap["layers"] if tap and tap["inside"] else None
     state = f"tap in, {len(layers['boundaries'])} layers" if layers else "tap not in"
-    if server["state"] not in ("running", "starting"):
+    if not going_on(server):
         state = server["state"]
     return [f"{server['details']['profile']} · {version} · {state}", f"{version} · {state}", state]
 
@@ -81,7 +81,6 @@ class HostScreen(Screen[None]):
         for command in COMMANDS
     ]
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide"), (160, "-huge")]  # noqa: RUF012
-    VERTICAL_BREAKPOINTS = [(0, "-low"), (30, "-high")]  # noqa: RUF012
 
     def __init__(self, feed: Feed) -> None:
         super().__init__()
@@ -118,10 +117,17 @@ class HostScreen(Screen[None]):
         if self.laid_out:
             self.show(self.feed.snapshot())
 
+    def may_change(self) -> bool:
+        """Whether something on the host may be changed; where not, that is said."""
+        read_only = getattr(self.app, "read_only", False)
+        if read_only:
+            self.notify("this console was started with --read-only", severity="warning")
+        return not read_only
+
     async def ask_host(self, act: Callable[[Session], T]) -> T | None:
         """Do something on the host without blocking a key; an error is shown, and gives None."""
         try:
-            return await asyncio.wrap_future(self.feed.call(act))
+            return await ask(self.feed, act)
         except LayertapError as error:
             self.notify(str(error), severity="error", timeout=12, markup=False)
             return None

@@ -101,9 +101,9 @@ class DoctorScreen(HostScreen):
 
     def action_measure(self) -> None:
         """Measure, once that is confirmed."""
-        if getattr(self.app, "read_only", False):
-            self.notify("this console was started with --read-only", severity="warning")
-        elif self._panel.report is None or self._measuring:
+        if not self.may_change():
+            return
+        if self._panel.report is None or self._measuring:
             self.notify("wait until what was asked is answered", severity="warning")
         else:
             self.app.push_screen(Confirm(MEASURE, "Measure"), self._confirmed)

@@ -15,8 +15,9 @@ from textual.reactive import var
 from textual.widgets import Button, Checkbox, ContentSwitcher, Input, Static
 
 from backends.errors import LayertapError
-from console.extraction import again, going_on, live_port, trusted_model
+from console.extraction import again, live_port, trusted_model
 from console.feed import Feed
+from console.session import going_on
 from console.tui.jobs import ask, finish_job
 from console.tui.screens.base import HostScreen
 from console.tui.screens.browser import FolderBrowser
@@ -132,7 +133,7 @@ class ExtractScreen(HostScreen):
 
     def action_again(self) -> None:
         """Start the same extraction again."""
-        if self._run and self._may_change():
+        if self._run and self.may_change():
             self.run_worker(self._again(self._run), exclusive=True, group="start")
 
     async def _again(self, run: dict[str, Any]) -> None:
@@ -149,12 +150,6 @@ class ExtractScreen(HostScreen):
         said = self.query_one("#trouble", Static)
         said.display = bool(trouble)
         said.update(f"! {trouble}")
-
-    def _may_change(self) -> bool:
-        if getattr(self.app, "read_only", False):
-            self.notify("this console was started with --read-only", severity="warning")
-            return False
-        return True
 
     # --- The form ---
 
@@ -252,7 +247,7 @@ class ExtractScreen(HostScreen):
     @on(Button.Pressed, "#start")
     def action_start(self) -> None:
         """Start what was planned."""
-        if self._planned is None or not self._may_change():
+        if self._planned is None or not self.may_change():
             return
         job = {key: value for key, value in self._planned.items() if key != "fits"}
         if self._planned["fits"] is False:

@@ -17,6 +17,7 @@ from console import words
 from console.feed import Feed, aside
 from console.tui.screens.base import HostScreen
 from console.tui.widgets.panel import line
+from console.tui.widgets.table import Table
 
 ASKING = "~ asking …"
 
@@ -25,8 +26,6 @@ class HostsScreen(HostScreen):
     """Every known host, each asked once; nobody is asked for a password meanwhile."""
 
     BINDINGS = [  # noqa: RUF012
-        Binding("j", "cursor(1)", "Down", show=False, id="hosts.down"),
-        Binding("k", "cursor(-1)", "Up", show=False, id="hosts.up"),
         Binding("u", "look", "Ask again", id="hosts.look"),
     ]
 
@@ -44,7 +43,7 @@ class HostsScreen(HostScreen):
 
     def compose_body(self) -> ComposeResult:
         """See `HostScreen`."""
-        table: DataTable[Text] = DataTable(cursor_type="row", id="hosts")
+        table = Table(id="hosts")
         table.add_column("host", width=24, key="host")
         table.add_column("how it is", key="state")
         yield table
@@ -52,7 +51,7 @@ class HostsScreen(HostScreen):
 
     def on_mount(self) -> None:
         """Ask all of them."""
-        table = self.query_one(DataTable)
+        table = self.query_one(Table)
         for name in self.names:
             table.add_row(Text(name), Text(ASKING), key=name)
         table.focus()
@@ -64,17 +63,12 @@ class HostsScreen(HostScreen):
             self.run_worker(self._look(name), group=name, exclusive=True)
 
     async def _look(self, name: str) -> None:
-        table = self.query_one(DataTable)
+        table = self.query_one(Table)
         table.update_cell(name, "state", Text(ASKING))
         found = await asyncio.wrap_future(aside(lambda: self.look(name)))
         here = "  (shown)" if name == self.feed.name else ""
         said = f"{' '.join(words.host_state(found))}{here}"
         table.update_cell(name, "state", Text(said), update_width=True)
-
-    def action_cursor(self, rows: int) -> None:
-        """Move by some rows."""
-        table = self.query_one(DataTable)
-        table.move_cursor(row=max(0, min(table.row_count - 1, table.cursor_row + rows)))
 
     @on(DataTable.RowSelected)
     def chosen(self, event: DataTable.RowSelected) -> None:

@@ -15,8 +15,10 @@ from textual.widgets import DataTable, Static
 from backends.sglang import mask_text
 from console import words
 from console.feed import Feed
+from console.session import going_on
 from console.tui.screens.base import HostScreen
 from console.tui.widgets.panel import line
+from console.tui.widgets.table import Table
 
 RENEW_SECONDS = 2.0
 COLUMNS = (("run", 34), ("state", 12), ("began", 12), ("lasted", 10), ("what", 60))
@@ -26,10 +28,6 @@ class RunsScreen(HostScreen):
     """A table of runs, and the chosen one below it."""
 
     BINDINGS = [  # noqa: RUF012
-        Binding("j", "cursor(1)", "Down", show=False, id="runs.down"),
-        Binding("k", "cursor(-1)", "Up", show=False, id="runs.up"),
-        Binding("g", "cursor(-100000)", "Newest", show=False, id="runs.newest"),
-        Binding("G", "cursor(100000)", "Oldest", show=False, id="runs.oldest"),
         Binding("w", "watch", "Watch this server", id="runs.watch"),
     ]
 
@@ -39,7 +37,7 @@ class RunsScreen(HostScreen):
 
     def compose_body(self) -> ComposeResult:
         """See `HostScreen`."""
-        table: DataTable[Text] = DataTable(cursor_type="row", zebra_stripes=True, id="runs")
+        table = Table(zebra_stripes=True, id="runs")
         for name, width in COLUMNS:
             table.add_column(name, width=width, key=name)
         yield table
@@ -48,7 +46,7 @@ class RunsScreen(HostScreen):
 
     def on_mount(self) -> None:
         """Ask, again and again."""
-        self.query_one(DataTable).focus()
+        self.query_one(Table).focus()
         self.run_worker(self._renew(), exclusive=True, group="runs")
         self.set_interval(RENEW_SECONDS, lambda: self.run_worker(self._renew(), exclusive=True, group="runs"))
 
@@ -58,7 +56,7 @@ class RunsScreen(HostScreen):
         found = await self.ask_host(lambda session: session.host.request("all"))
         if found is None or found == self._runs:
             return
-        table = self.query_one(DataTable)
+        table = self.query_one(Table)
         chosen = self._chosen()
         self._runs = found
         table.clear()
@@ -69,13 +67,8 @@ class RunsScreen(HostScreen):
             table.move_cursor(row=ids.index(chosen), animate=False)
 
     def _chosen(self) -> str | None:
-        table = self.query_one(DataTable)
+        table = self.query_one(Table)
         return self._runs[table.cursor_row]["id"] if 0 <= table.cursor_row < len(self._runs) else None
-
-    def action_cursor(self, rows: int) -> None:
-        """Move by some rows."""
-        table = self.query_one(DataTable)
-        table.move_cursor(row=max(0, min(table.row_count - 1, table.cursor_row + rows)), animate=False)
 
     def action_watch(self) -> None:
         """Show the chosen server on the dashboard."""
@@ -114,7 +107,7 @@ def row(run: dict[str, Any], at: float) -> list[str]:
     else:
         state = "+ ended" if ended["code"] == 0 else "- stopped" if run["stop_asked"] else f"! exit {ended['code']}"
     lasted = (ended["at"] if ended else at) - run["created"]
-    known = ended is not None or run["state"] in ("running", "starting")
+    known = ended is not None or going_on(run)
     what = run["details"].get("profile") or run["details"].get("output") or run["details"].get("rows") or ""
     port = f"port {run['port']}  " if run["port"] else ""
     return [run["id"], state, _when(run["created"], at), words.duration(lasted) if known else "?", f"{port}{what}"]

@@ -14,9 +14,9 @@ from textual.widgets import DataTable, Input, Static
 
 from backends.errors import LayertapError, UsageError
 from console import words
-from console.extraction import again, going_on, live_port
+from console.extraction import again, live_port
 from console.feed import Feed
-from console.session import Session
+from console.session import Session, going_on
 from console.tui.jobs import ask
 from console.tui.screens.base import HostScreen
 from console.tui.screens.browser import FolderBrowser
@@ -223,9 +223,7 @@ class SamplesScreen(HostScreen):
 
     def action_again(self) -> None:
         """Start the dataset's extraction again: it draws what failed."""
-        if getattr(self.app, "read_only", False):
-            self.notify("this console was started with --read-only", severity="warning")
-        elif self._page is not None:
+        if self.may_change() and self._page is not None:
             self.run_worker(self._again(self._page["path"]), exclusive=True, group="start")
 
     async def _again(self, path: str) -> None:

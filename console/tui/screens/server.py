@@ -18,6 +18,7 @@ from textual.widgets import Button, Input, Label, Select, Static
 from backends.errors import LayertapError, UsageError
 from backends.sglang import Launch, Overrides, mask_argv
 from capture.layers import LayerChoice
+from console import DEFAULT_PORT
 from console.feed import Feed
 from console.launching import differences, flags, layer_choice, pairs, shown
 from console.session import Session
@@ -25,7 +26,6 @@ from console.tui.screens.base import HostScreen
 from console.tui.widgets.overview import ServerPanel
 from console.tui.widgets.panel import Panel, line, wrapped
 
-DEFAULT_PORT = 30000
 WAYS = (
     ("outputs of layers", "outputs"),
     ("boundaries", "boundaries"),
@@ -222,9 +222,9 @@ class ServerScreen(HostScreen):
     @on(Button.Pressed, "#launch")
     def action_launch(self) -> None:
         """Launch what is shown."""
-        if getattr(self.app, "read_only", False):
-            self.notify("this console was started with --read-only", severity="warning")
-        elif self._merged is None:
+        if not self.may_change():
+            return
+        if self._merged is None:
             self.notify("there is nothing to launch yet: choose a profile and layers", severity="warning")
         else:
             self.run_worker(self._launch(*self._merged), exclusive=True, group="launch")

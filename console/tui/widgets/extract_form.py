@@ -13,7 +13,8 @@ from textual.widgets import Button, Input, Label, Static
 from backends.errors import UsageError
 from capture.formats import FORMATS
 from console.config import ExtractConfig
-from console.extraction import going_on, job
+from console.extraction import job
+from console.session import going_on
 from console.tui.widgets.check import Check
 from console.tui.widgets.panel import line
 

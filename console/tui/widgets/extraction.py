@@ -7,7 +7,7 @@ from typing import Any
 
 from textual.content import Content
 
-from console.extraction import going_on
+from console.session import going_on
 from console.tui.widgets.overview import extraction_lines
 from console.tui.widgets.panel import Panel, line, wrapped
 

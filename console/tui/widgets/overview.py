@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,8 +9,8 @@ from textual.content import Content
 
 from backends.startup import PHASES
 from console import words
-from console.extraction import going_on
 from console.feed import Feed, Point
+from console.session import going_on
 from console.tui.widgets.panel import SIGN_STYLES, Panel, joined, line, wrapped
 
 EVIDENCE_SHOWN = 5
@@ -69,7 +68,7 @@ def server_head(server: dict[str, Any], at: float) -> Iterable[Content]:
     elif verdict in GOING_ON and server["phase"]:
         before = (server["earlier"] or {}).get("phases", {}).get(server["phase"])
         last = f" (last time {words.duration(before)})" if before is not None else ""
-        parts.append(f"{_phase(server['phase'])} for {words.duration(server['phase_seconds'])}{last}")
+        parts.append(f"{words.dashed(server['phase'])} for {words.duration(server['phase_seconds'])}{last}")
     elif server["exit"]:
         parts.append(f"{words.duration(at - server['exit']['at'])} ago")
     parts += [f"port {server['port']}", f"/health {server['health']}" if going_on(server) and server["health"] else ""]
@@ -94,12 +93,12 @@ def phase_rows(server: dict[str, Any], width: int) -> list[Content]:
         if phase is None and (name not in expected or not starting):
             continue
         if phase is None:
-            cells.append((f"· {_phase(name)}", "", "$foreground-muted"))
+            cells.append((f"· {words.dashed(name)}", "", "$foreground-muted"))
         elif name == current and starting:
-            cells.append((f"> {_phase(name)}", words.duration(server["phase_seconds"]), "bold $text-accent"))
+            cells.append((f"> {words.dashed(name)}", words.duration(server["phase_seconds"]), "bold $text-accent"))
         else:
             seconds = None if name == "ready" else _seconds(phase)
-            cells.append((f"+ {_phase(name)}", "" if seconds is None else words.duration(seconds), ""))
+            cells.append((f"+ {words.dashed(name)}", "" if seconds is None else words.duration(seconds), ""))
     rows: list[Content] = []
     for group in _fit([max(len(name), len(took) + 2) + 2 for name, took, _ in cells], width):
         names, times = [], []
@@ -160,7 +159,7 @@ def extraction_lines(run: dict[str, Any], width: int) -> Iterable[Content]:
     yield line((f"{sign} {name}", f"bold {SIGN_STYLES[sign]}"), f"   {source} -> {details['output']}{formats}")
     if progress and progress["phase"] not in ("preparing", "tokenising"):
         yield from _progress_lines(progress, width)
-    elif run["state"] in ("running", "starting"):
+    elif going_on(run):
         yield _muted(f"{progress['phase'] if progress else 'preparing'} …")
     if "error" in result:
         yield from wrapped(result["error"], width, "$text-error", "! ", "  ")
@@ -191,7 +190,7 @@ def _progress_lines(progress: dict[str, Any], width: int) -> Iterable[Content]:
 
 
 def _job_state(run: dict[str, Any]) -> tuple[str, str]:
-    if run["state"] in ("running", "starting"):
+    if going_on(run):
         return "~", "RUNNING"
     code = run["exit"]["code"] if run["exit"] else None
     if code == 0:
@@ -260,7 +259,7 @@ class DumpsPanel(Panel):
         rate = dumps["bytes_per_second"]
         tap = server["tap"] or {}
         lines = [
-            joined([f"{name.replace('_', '-')} {count:,}" for name, count in seen.items()])
+            joined([f"{words.dashed(name)} {count:,}" for name, count in seen.items()])
             if seen
             else _muted("tap not in"),
             joined(
@@ -387,10 +386,6 @@ def _muted(text: str) -> Content:
     return Content.assemble((text, "$foreground-muted"))
 
 
-def _phase(name: str) -> str:
-    return name.replace("_", "-")
-
-
 def _seconds(phase: dict[str, Any]) -> float | None:
     if phase["started"] is None or phase["ended"] is None:
         return None
@@ -398,13 +393,8 @@ def _seconds(phase: dict[str, Any]) -> float | None:
 
 
 def _number(value: float | None, wide: int) -> str:
-    return ("?" if value is None else f"{value:.0f}").rjust(wide)
+    return words.number(value).rjust(wide)
 
 
 def _gib(value: float | None, wide: int) -> str:
     return ("?" if value is None else f"{value / (1 << 30):.1f}").rjust(wide)
-
-
-def clock(at: float) -> str:
-    """A moment of today."""
-    return time.strftime("%H:%M:%S", time.localtime(at))
