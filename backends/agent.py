@@ -39,7 +39,7 @@ from backends.outbox import Outbox
 from backends.sample import Sampler
 from backends.sglang import masked
 from backends.survival import danger
-from backends.watch import EarlierStart, ServerWatch, earlier_start
+from backends.watch import ServerWatch, earlier_start
 from capture import code_hash, events, gate
 from capture.dump import DumpError, read_tap
 from capture.ledger import State
@@ -62,7 +62,6 @@ class Agent:
         self.sampler = Sampler(self.runs)
         self.examiner = Doctor(Place(self.runs, payload))
         self.watches: dict[str, ServerWatch] = {}
-        self.earlier: dict[str, EarlierStart | None] = {}
         self.limits = _limits()
         self.reported: set[str] = set()  # runs whose stacks were read, since they seem to hang
         self.lock = threading.Lock()
@@ -148,14 +147,14 @@ class Agent:
             raise UsageError(f"{run.id} is no server")
         with self.lock:
             if run.id not in self.watches:
-                earlier = self.earlier[run.id] = earlier_start(self.runs, run)
+                earlier = earlier_start(self.runs, run)
                 self.watches[run.id] = ServerWatch(run, self.sampler.gpus, earlier, self.limits)
             watch = self.watches[run.id]
         seen = watch.look()
         if seen["verdict"]["verdict"] == "hang_suspected":
             self._report_once(run)
         newest = stacks.newest_report(run)
-        return self.run(run.id) | seen | {"earlier": self.earlier[run.id], "stacks": str(newest) if newest else None}
+        return self.run(run.id) | seen | {"earlier": watch.earlier, "stacks": str(newest) if newest else None}
 
     def stacks(self, run_id: str) -> stacks.HangReport:
         """Where the processes of a live server stand; see `backends.stacks.make_report`."""

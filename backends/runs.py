@@ -215,12 +215,19 @@ class Runs:
         self.locks = state / "locks"
         for folder in (self.state, self.folder, self.locks):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._specs: dict[str, Spec] = {}  # by folder; written once, before anything of the run happens
 
     def all(self, kind: str | None = None) -> list[Run]:
         """Runs, the newest first; a folder without a readable spec.json is none."""
-        specs = [(folder, _read(folder / "spec.json", Spec)) for folder in self.folder.iterdir()]
-        chosen = [(spec.created, folder) for folder, spec in specs if spec and kind in (None, spec.kind)]
-        return [Run(folder) for _, folder in sorted(chosen, reverse=True)]
+        specs = ((name, self._spec(name)) for name in os.listdir(self.folder))
+        chosen = [(spec.created, name) for name, spec in specs if spec and kind in (None, spec.kind)]
+        return [Run(self.folder / name) for _, name in sorted(chosen, reverse=True)]
+
+    def _spec(self, name: str) -> Spec | None:
+        spec = self._specs.get(name) or _read(self.folder / name / "spec.json", Spec)
+        if spec:
+            self._specs[name] = spec
+        return spec
 
     def get(self, run_id: str) -> Run:
         """The run of that id or unique start of an id. Raises UsageError where there is none, or several."""
