@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import os
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -11,16 +12,13 @@ from typing import Any
 
 import msgspec
 
-from backends.activity import Activity, ActivityWatch
-from backends.catalogue import catalogue
-from backends.diagnose import HEAT, Limits, diagnose
-from backends.evidence import Evidence, Rank
+from backends.diagnose import Limits, diagnose
 from backends.gpus import Gpu
 from backends.kernel import KernelLog
+from backends.observation import EarlierStart, Follower, HealthAnswer, Observation
 from backends.processes import ProcessSample, RunProcesses, open_files
-from backends.reading import LogReader
 from backends.runs import Run, Runs
-from backends.startup import Phase, Startup
+from backends.startup import Startup
 from capture.dump import DumpError, TapState, read_tap
 
 HEALTH_SECONDS = 25.0  # SGLang itself gives up after 20
@@ -29,17 +27,6 @@ FIRST_ANSWER = 5.0  # a healthy server takes about one second
 LOG_STEP = 4 << 20
 EARLIER_RUNS = 20  # that are looked at for one that came up
 EARLIER_LOG = 8 << 20  # bytes of its log; a start writes about 100 kB
-OF_A_KILL = frozenset({43, 45})  # XIDs that come when a process is ended
-ENDED = ("zombie", "dead")  # states of a process that runs no more
-TITLED = "sglang::"  # how SGLang titles its processes, except for the launcher
-
-
-class EarlierStart(msgspec.Struct):
-    """How long an earlier start of the same profile and model took: seconds in all, and in each phase by its id."""
-
-    run: str
-    seconds: float
-    phases: dict[str, float]
 
 
 def earlier_start(runs: Runs, run: Run) -> EarlierStart | None:
@@ -86,65 +73,57 @@ class ServerWatch:
         self.run = run
         self.limits = limits or Limits()
         self.earlier = earlier
-        self.reader = LogReader()
+        self.follower = Follower(self.limits, earlier)
         self.offset = 0
         self.rest = b""
         self.health = Health(run.spec.port or 0)
         self.processes = RunProcesses(run)
-        self.activity = ActivityWatch()
         self.kernel = KernelLog(run.spec.created)
         self.lock = threading.Lock()
         self._gpus = gpus
-        self._said: float | None = None  # when the log last said something, epoch seconds
-        self._bar: tuple[str, str] | None = None
-        self._bar_moved: float | None = None
-        self._ready_at: float | None = None
-        self._ranks: dict[int, str] = {}
-        self._gone: dict[str, float] = {}
-
-    @property
-    def startup(self) -> Startup:
-        """The phases of its start."""
-        return self.reader.startup
 
     def look(self) -> dict[str, Any]:
         """Phases, verdict with evidence and the tap's state, as they are now."""
         with self.lock:
             log_age = self._read_log()
-            tap, tap_error = self._tap()
-            evidence = self._evidence(log_age, tap, tap_error)
-            verdict = diagnose(evidence, self.limits)
-            current = self.startup.current
-            return {
-                "phase": current.id if current else None,
-                "phase_seconds": evidence.phase_s,
-                "phases": msgspec.to_builtins(self.startup.phases),
-                "verdict": msgspec.to_builtins(verdict),
-                "tap": msgspec.to_builtins(tap),
-                "layers": tap.layers.words() if tap and tap.layers else None,
-                "log_lines": self.startup.lines,
-                "log_bytes": self.offset,
-                "health": evidence.health,
-            }
+            return self.judge(self._observe(log_age))
+
+    def hear(self, text: str, at: float) -> None:
+        """Take in the next part of the log, read at `at` (epoch seconds)."""
+        self.follower.hear(text, at)
+
+    def judge(self, seen: Observation) -> dict[str, Any]:
+        """What was seen, as `look` says it."""
+        evidence = self.follower.evidence(seen)
+        startup = self.follower.startup
+        current = startup.current
+        return {
+            "phase": current.id if current else None,
+            "phase_seconds": evidence.phase_s,
+            "phases": msgspec.to_builtins(startup.phases),
+            "verdict": msgspec.to_builtins(diagnose(evidence, self.limits)),
+            "tap": msgspec.to_builtins(seen.tap),
+            "layers": seen.tap.layers.words() if seen.tap and seen.tap.layers else None,
+            "log_lines": startup.lines,
+            "log_bytes": self.offset,
+            "health": evidence.health,
+        }
 
     def _read_log(self) -> float | None:
-        """Feed what is new in the log; returns for how many seconds it has said nothing but answers to /health."""
+        """Take in what is new in the log; returns for how many seconds it has not changed, None where there is none."""
         try:
-            first = self._said is None
             with self.run.log.open("rb") as file:
+                written = os.fstat(file.fileno()).st_mtime
+                first = self.offset == 0  # what stands there may be old
                 file.seek(self.offset)
                 while block := file.read(LOG_STEP):
                     self.offset += len(block)
                     data = self.rest + block
                     end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1  # loading bars end in \r
-                    text = data[:end].decode(errors="replace")
-                    self.reader.feed(text)
                     self.rest = data[end:]
-                    if _says(text):
-                        self._said = time.time()
-            if first or self._said is None:
-                self._said = self.run.log.stat().st_mtime
-            return max(0.0, time.time() - self._said)
+                    if end:
+                        self.hear(data[:end].decode(errors="replace"), written if first else time.time())
+                return max(0.0, time.time() - written)
         except OSError:
             return None
 
@@ -157,82 +136,31 @@ class ServerWatch:
         except DumpError as error:
             return None, str(error)
 
-    def _evidence(self, log_age: float | None, tap: TapState | None, tap_error: str | None) -> Evidence:
-        run, startup = self.run, self.startup
+    def _observe(self, log_age: float | None) -> Observation:
+        run = self.run
+        tap, tap_error = self._tap()
         state, ended, port, running = run.state(), run.exit, run.spec.port or 0, run.running
         processes = self.processes.look() if state == "running" else []
         listener = _listener(port, {process.pid for process in processes})
-        current, batch = startup.current, self.reader.batch
-        gpus = self._our_gpus(processes)
-        ours = [process for process in processes if process.title.startswith(TITLED) and process.state not in ENDED]
-        launcher = [process for process in processes if running and process.pid == running.child.pid]
-        activity = self.activity.look(processes, gpus, [process.pid for process in [*ours, *launcher]])
-        health, failing = self._health() if listener else (None, None)
-        return Evidence(
-            process_alive=None if state == "elsewhere" else state in ("running", "starting"),
+        return Observation(
+            at=time.time(),
+            tick=time.monotonic(),
+            created=run.spec.created,
+            state=state,
+            stop_asked=run.stop_asked,
             exit_code=ended.code if ended else None,
             signal=ended.signal if ended else None,
-            stop_requested=run.stop_asked,
+            launcher=running.child.pid if running else None,
             port=port,
-            port_open=listener is not None,
             listener_is_ours=listener,
-            health=health,
-            health_s=self.health.seconds if health is not None else None,
-            health_failing_s=failing,
-            log_silent_s=log_age,
-            log_lines=startup.lines,
-            phase=current.id if current else None,
-            phase_s=max(0.0, time.time() - current.started) if current and current.started else None,
-            earlier_s=self.earlier.phases.get(current.id) if self.earlier and current else None,
-            detail=current.detail if current else "",
-            detail_s=self._bar_age(current),
-            crashed=startup.crashed,
-            crashed_line=startup.crashed_line,
-            stopping=startup.stopping,
-            weights_loaded="weights_gb" in startup.effective,
-            hits=list(self.reader.hits.values()),
-            last_lines=[name for name in self.reader.hits if self.reader.last_line(catalogue().by_id[name])],
-            ready_seen=startup.ready,
-            tap_in=tap.inside if tap else False if startup.ready else None,
-            tap_error=tap_error or (tap.error if tap else None),
-            ranks=[_rank(process, activity) for process in ours],
-            launcher=_rank(launcher[0], activity) if launcher else None,
-            missing=self._missing(ours),
-            laggard=startup.laggard,
-            activity=activity,
-            batch=batch,
-            batch_s=max(0.0, time.time() - batch.at) if batch and batch.at else None,
-            throttled={gpu.index: why for gpu in gpus if (why := sorted(HEAT & set(gpu.throttle or [])))},
-            narrow={
-                gpu.index: f"x{gpu.pcie_width} instead of x{gpu.pcie_max_width}"
-                for gpu in gpus
-                if gpu.pcie_width and gpu.pcie_max_width and gpu.pcie_width < gpu.pcie_max_width
-            },
-            xids={gpu.index: codes for gpu in gpus if (codes := self._xids(gpu))},
+            health=self.health.answer() if listener else None,
+            log_age=log_age,
+            tap=tap,
+            tap_error=tap_error,
+            processes=processes,
+            gpus=self._our_gpus(processes),
             kernel=self.kernel.read(),
         )
-
-    def _health(self) -> tuple[int | None, float | None]:
-        """What /health answered since the log said ready, and for how many seconds it fails."""
-        status = self.health.ask()
-        if not self.startup.ready:
-            return status, None
-        if self._ready_at is None:
-            self._ready_at = time.monotonic()
-        if status != 200 and self.health.answered < self._ready_at:
-            return None, None  # a 503 from before says nothing
-        since = self.health.failing_since
-        return status, None if since is None else time.monotonic() - max(since, self._ready_at)
-
-    def _bar_age(self, current: Phase | None) -> float | None:
-        """Seconds since the progress bar of this phase moved; None where none was seen moving."""
-        bar = (current.id, current.detail) if current and current.detail else None
-        if bar and self._bar and bar != self._bar and bar[0] == self._bar[0]:
-            self._bar_moved = time.monotonic()
-        elif bar is None or (self._bar and bar[0] != self._bar[0]):
-            self._bar_moved = None
-        self._bar = bar
-        return None if self._bar_moved is None else time.monotonic() - self._bar_moved
 
     def _our_gpus(self, processes: list[ProcessSample]) -> list[Gpu]:
         """The GPUs that this run uses; in a container that hides owners, those that hold memory."""
@@ -243,32 +171,6 @@ class ServerWatch:
         ours = [gpu for gpu in gpus if any(process.ours for process in users[gpu.index])]
         hidden = [gpu for gpu in gpus if users[gpu.index] and not any(process.visible for process in users[gpu.index])]
         return ours or hidden
-
-    def _missing(self, ours: list[ProcessSample]) -> list[str]:
-        """Ranks that were there and have been gone for a while: a stop takes them away just before it says so."""
-        now = time.monotonic()
-        here = {process.pid: process.title.removeprefix(TITLED) for process in ours}
-        for pid in self._ranks.keys() - here.keys():
-            self._gone.setdefault(self._ranks[pid], now)
-        self._ranks = here
-        return [name for name, since in self._gone.items() if now - since >= self.limits.stopped]
-
-    def _xids(self, gpu: Gpu) -> list[int]:
-        return [one.code for one in gpu.xid or [] if one.at >= self.run.spec.created and one.code not in OF_A_KILL]
-
-
-def _rank(process: ProcessSample, activity: Activity) -> Rank:
-    """A process as evidence: its CPU over the last seconds; in disk sleep only if it was all the time."""
-    state = process.state
-    if state == "disk-sleep" and process.pid not in activity.waiting:
-        state = "sleeping"
-    cpu = activity.cpu_percent.get(process.pid)
-    return Rank(name=process.title.removeprefix(TITLED), pid=process.pid, cpu_percent=cpu, state=state)
-
-
-def _says(text: str) -> bool:
-    """Whether a part of the log holds more than answers to /health, which are of our own asking."""
-    return text.count("\n") + text.count("\r") > text.count('"GET /health')
 
 
 class Health:
@@ -286,6 +188,16 @@ class Health:
         self._status: int | None = None
         self._asking = False
         self._first = threading.Event()
+
+    def answer(self) -> HealthAnswer:
+        """What was answered last, with its age; asks like `ask`."""
+        status, now = self.ask(), time.monotonic()
+        return HealthAnswer(
+            status=status,
+            seconds=self.seconds,
+            age=now - self.answered if self.answered else None,
+            failing_for=None if self.failing_since is None else now - self.failing_since,
+        )
 
     def ask(self) -> int | None:
         """The HTTP status of the last answer, None where none came; asks anew unless it is a recent 200.
