@@ -32,7 +32,7 @@ from backends.doctor.examine import Doctor, Report
 from backends.doctor.report import Asked, Place
 from backends.errors import ExitCode, LayertapError, RunDied, UsageError
 from backends.frames import FrameError, pack, read_frame
-from backends.jobs import JOBS, describe, refuse_second, start_job
+from backends.jobs import JOBS, describe, draws_from, refuse_second, start_job
 from backends.launch import Launching, launch
 from backends.logs import PartHead, read_part
 from backends.outbox import Outbox
@@ -280,7 +280,7 @@ class Agent:
             return next((run for run in self.runs.all("server") if port in (None, run.spec.port)), None)
 
     def _drawing_from(self, server: runs.Run) -> list[runs.Run]:
-        return [run for run in self.runs.all() if run.spec.details.get("server") == server.id and run.alive()]
+        return [run for run in self.runs.all() if draws_from(run, server) and run.alive()]
 
     def _summary(self, run: runs.Run) -> dict[str, Any]:
         spec = run.spec

@@ -18,7 +18,8 @@ from capture.settings import SETTINGS_VARIABLE, TapSettings
 # Kinds of job, and whether they draw from a server.
 JOBS = {"try": True, "plan": False, "extract": True, "verify": False, "sample": False, "doctor": False}
 PATHS = ("rows", "output")
-ASKED = ("formats", "options", "allow_volatile")  # what else it takes to ask for the same extraction again
+# What else it takes to ask for the same extraction again.
+ASKED = ("formats", "options", "allow_volatile", "restart_server")
 
 
 def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: int | None) -> Run:
@@ -28,6 +29,7 @@ def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: i
     if kind == "extract":
         details |= {key: job[key] for key in ASKED if key in job}
         refuse_second(runs, job["output"])
+    job.pop("restart_server", None)  # the supervisor's
     if JOBS[kind]:
         server = runs.server(port)
         job |= {"server": msgspec.to_builtins(describe(server)), "lock": str(draw_lock(runs, server))}
@@ -57,7 +59,27 @@ def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: i
         code=payload.name,
         prepare=prepare,
         details=details,
+        supervisor="backends.supervise" if kind == "extract" else "backends.runs",
     )
+
+
+def read_job(run: Run) -> dict[str, Any]:
+    """What a job was asked for, as it is now: another server where its own was launched again. Raises UsageError."""
+    path = run.folder / "job.json"
+    try:
+        return dict(msgspec.json.decode(path.read_bytes()))
+    except (OSError, msgspec.MsgspecError, TypeError, ValueError) as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def draws_from(run: Run, server: Run) -> bool:
+    """Whether a job draws from that server."""
+    if not JOBS.get(run.spec.kind):
+        return False
+    try:
+        return bool(read_job(run)["server"]["run"] == server.id)
+    except UsageError:  # its folder is being removed
+        return False
 
 
 def refuse_second(runs: Runs, output: str) -> None:

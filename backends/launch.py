@@ -91,6 +91,38 @@ def launch(all_runs: Runs, payload: Path, asked: Launching, version: str | None)
     )
 
 
+def relaunch(all_runs: Runs, dead: Run) -> Run:
+    """Launch a server anew, just as one that is dead: same arguments, environment, port and layers.
+
+    Its dumps go to a folder of its own, and it has a secret of its own. Raises as `launch` does.
+    """
+    spec, private = dead.spec, dead.private
+    assert spec.port is not None and spec.dump_dir is not None
+    if not port_free(spec.port):
+        raise Locked(f"port {spec.port} is taken; stop what holds it")
+    model_folder(spec.details["model"])
+    root = dump_root(str(Path(spec.dump_dir).parent))
+    settings = msgspec.json.decode(private.env[SETTINGS_VARIABLE], type=TapSettings)
+
+    def prepare(run: Run) -> dict[str, str]:
+        ours = msgspec.structs.replace(settings, dump_dir=str(make_private(root / run.id)), secret=secrets.token_hex(8))
+        return {SETTINGS_VARIABLE: msgspec.json.encode(ours).decode()}
+
+    return all_runs.start(
+        "server",
+        private.argv,
+        private.env,
+        code=spec.code,
+        shown_argv=spec.argv,
+        port=spec.port,
+        lock=all_runs.lock_path(spec.port),
+        prepare=prepare,
+        sglang=spec.sglang,
+        dump_root=root,
+        details={**spec.details, "relaunch_of": dead.id},
+    )
+
+
 def model_folder(model: str) -> str:
     """Where the model lies; an embedded one is made first. Raises UsageError where it is not there."""
     if model.startswith(EMBEDDED):

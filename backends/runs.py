@@ -29,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -267,11 +268,13 @@ class Runs:
         sglang: str | None = None,
         dump_root: Path | None = None,
         details: dict[str, Any] | None = None,
+        supervisor: str = "backends.runs",
     ) -> Run:
         """Start a detached run; returns once its supervisor has written run.json.
 
-        `prepare` may put files into the folder and add to the environment before anything runs. Raises Locked where
-        `lock` is held, RunDied where the process could not be started, UsageError where its folder cannot be written.
+        `prepare` may put files into the folder and add to the environment before anything runs. `supervisor` is the
+        module that supervises it. Raises Locked where `lock` is held, RunDied where the process could not be started,
+        UsageError where its folder cannot be written.
         """
         created = time.time()
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(created))
@@ -292,18 +295,18 @@ class Runs:
             env = {**env, RUN_VARIABLE: run.id, **(prepare(run) if prepare else {})}
             write_json(run.folder / "env.json", Private(argv=argv, env=env, lock=str(lock) if lock else None))
             write_json(run.folder / "spec.json", spec)
-            self._supervise(run, spec, lock)
+            self._supervise(run, spec, lock, supervisor)
         except (OSError, DumpError) as error:
             _remove(run, spec)
             why = str(error) if isinstance(error, DumpError) else f"{error.filename or run.folder}: {error.strerror}"
             raise UsageError(f"{kind} could not be started: {why}; make room there, or let us write there") from error
         return run
 
-    def _supervise(self, run: Run, spec: Spec, lock: Path | None) -> None:
+    def _supervise(self, run: Run, spec: Spec, lock: Path | None, module: str) -> None:
         """Start the supervisor and wait for its word."""
         with open(os.open(run.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
             supervisor = subprocess.Popen(
-                [sys.executable, "-P", "-m", "backends.runs", str(run.folder)],
+                [sys.executable, "-P", "-m", module, str(run.folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -330,8 +333,11 @@ class Runs:
         return f"{lock} is held by another process"
 
 
-def supervise(folder: Path) -> int:
-    """Run what `folder` asks for in this process's session, and write down how it ended; returns the exit code."""
+def supervise(folder: Path, see_to: Callable[[Run, subprocess.Popen[bytes]], int] | None = None) -> int:
+    """Run what `folder` asks for in this process's session, and write down how it ended; returns the exit code.
+
+    `see_to` is given the child and returns the run's exit code once that is over, as `Popen.wait` does.
+    """
     run = Run(folder)
     private = run.private
     handles = []
@@ -346,11 +352,30 @@ def supervise(folder: Path) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     try:
-        child = subprocess.Popen(private.argv, env=private.env, cwd=folder, stdin=subprocess.DEVNULL, pass_fds=handles)
+        child = start_child(run, handles)
     except OSError as error:
-        print(f"layertap: {private.argv[0]}: {error.strerror}", file=sys.stderr, flush=True)  # noqa: T201
+        what = error.filename or private.argv[0]
+        print(f"layertap: {what}: {error.strerror}", file=sys.stderr, flush=True)  # noqa: T201
         return 127
-    events.append(folder, "started", child=child.pid, supervisor=os.getpid())
+    try:
+        code = see_to(run, child) if see_to else child.wait()
+    except Exception:  # a bug of ours must end no run
+        traceback.print_exc()
+        code = child.wait()
+    _write_exit(folder, code)
+    return 0
+
+
+def start_child(run: Run, handles: Iterable[int] = ()) -> subprocess.Popen[bytes]:
+    """Start the process of a run below this one, its supervisor, and write run.json. Raises OSError.
+
+    `handles` are files that the child keeps open.
+    """
+    private = run.private
+    child = subprocess.Popen(
+        private.argv, env=private.env, cwd=run.folder, stdin=subprocess.DEVNULL, pass_fds=list(handles)
+    )
+    events.append(run.folder, "started", child=child.pid, supervisor=os.getpid())
     running = Running(
         id=run.id,
         supervisor=Process.of(os.getpid()),
@@ -360,35 +385,36 @@ def supervise(folder: Path) -> int:
         started=time.time(),
     )
     try:
-        write_json(folder / "run.json", running)
+        write_json(run.folder / "run.json", running)
     except OSError:  # nobody would ever find it
         child.kill()
         child.wait()
         raise
-    _write_exit(folder, child.wait())
-    return 0
+    return child
 
 
-def stop(run: Run, why: str, first: signal.Signals = signal.SIGTERM) -> Stopped:
+def stop(run: Run, why: str, first: signal.Signals = signal.SIGTERM, *, dead: bool = False) -> Stopped:
     """Ask the run to end, then end it, then look whether anything is left; its dump folder is removed.
 
-    Asks the main process with `first`, and ends every process that is left after `ASK_SECONDS`. Raises UsageError for
-    a run of another machine.
+    Asks the main process with `first`, and ends every process that is left after `ASK_SECONDS`. Of a run that is
+    `dead`, as a server without its scheduler, only the remains are ended: it died, and nobody stopped it. Raises
+    UsageError for a run of another machine.
     """
     begun = time.monotonic()
     state = run.state()
     if state == "elsewhere":
         raise UsageError(f"{run.id} runs on another machine that shares this home; stop it from there")
-    if state in ("starting", "running"):  # of one that is dead already, it would hide how it ended
+    if state in ("starting", "running") and not dead:  # of one that is dead already, it would hide how it ended
         write_json(run.folder / "stop.json", {"schema": SCHEMA, "why": why, "at": time.time()})
         events.append(run.folder, "stop_asked", why=why)
     how = NOT_RUNNING
     known = {process.pid for process in run.processes()}
     running = run.running
     supervisor = running.supervisor.pid if running else None
-    if running is not None and running.boot == boot_id() and running.child.alive():
+    if running is not None and running.boot == boot_id() and state == "running":
         how = "asked"
-        _signal([running.child.pid], first)
+        if running.child.alive():  # else its supervisor heeds stop.json, and ends
+            _signal([running.child.pid], first)
         _until(lambda: not run.processes(), ASK_SECONDS)
     for number, seconds in ((signal.SIGTERM, TERM_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
         remaining = run.processes()

@@ -52,6 +52,15 @@ def earlier_start(runs: Runs, run: Run) -> EarlierStart | None:
     return None
 
 
+def settled(seen: dict[str, Any]) -> bool:
+    """Whether a launch has come to something, by what a look at its server saw."""
+    verdict = seen["verdict"]["verdict"]
+    # A suspected hang goes on being followed: it may be none. A degraded server that answers is up.
+    up = verdict == "degraded" and seen["health"] == 200
+    without_tap = seen["phase"] == "ready" and not (seen["tap"] and seen["tap"]["inside"])
+    return up or without_tap or verdict in ("healthy", "crashed", "stopped")
+
+
 def _kind(run: Run) -> tuple[Any, Any]:
     return run.spec.details.get("profile"), run.spec.details.get("model")
 

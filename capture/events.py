@@ -7,6 +7,8 @@ ended         code or, where killed, signal      stopped     how, seconds, left:
 gate          id, fatal, what, remedy            prepared    resumed, samples, written, bad_rows, overlong_rows
 retry         sample, reason                     failed      sample, file, line, reason
 server_lost   reason                             error       reason: why a job came to no result
+relaunch      server, attempt, most, cause: its server died of it, and is launched again
+relaunched    server, instead_of, seconds        relaunch_failed  attempt, most, reason
 log_only      most: further retries and failures are only in the log
 finished      the counts of a job's result
 """

@@ -445,6 +445,7 @@ def extract(
     watch: bool = False,
     detach: bool = False,
     allow_volatile: bool = False,
+    restart_server: int = 0,
     options: RowOptions = ROW_OPTIONS,
     common: Common = COMMON,
 ) -> int:
@@ -458,6 +459,7 @@ def extract(
         watch: with --json, a line of progress twice a second.
         detach: return at once.
         allow_volatile: let the dataset lie in memory (tmpfs).
+        restart_server: how often a server that dies is launched again as it was; the run then goes on.
     """
     from console import headless
     from console.extraction import job
@@ -475,6 +477,7 @@ def extract(
                 _formats(format, session),
                 _row_options(options, session),
                 allow_volatile=allow_volatile,
+                restart_server=restart_server,
             )
             run = session.start("extract", asked, port)
             headless.say(f"started {run['id']}")
@@ -488,8 +491,10 @@ def _follow_extraction(session: Session, run_id: str, as_json: bool, watch: bool
     from console import headless, words
 
     run: dict[str, Any] = {}
+    narration = headless.EventNarration()
     try:
         for run in session.follow(run_id):
+            narration.show(run)
             if not run["progress"]:
                 continue
             headless.ProgressLine.show(words.progress(run["progress"]))

@@ -12,12 +12,21 @@ from console.session import going_on
 
 
 def job(
-    rows: str, output: str, formats: list[str], options: dict[str, Any], *, allow_volatile: bool = False
+    rows: str,
+    output: str,
+    formats: list[str],
+    options: dict[str, Any],
+    *,
+    allow_volatile: bool = False,
+    restart_server: int = 0,
 ) -> dict[str, Any]:
     """What `Session.start("extract", ...)` takes; paths are the host's, `options` those of `RowOptions`.
 
-    Raises UsageError for options that do not go together.
+    A server that dies is launched again up to `restart_server` times. Raises UsageError for options that do not go
+    together.
     """
+    if restart_server < 0:
+        raise UsageError("--restart-server takes how often a dead server is launched again, 0 or more")
     try:
         RowOptions(**options)
     except InputError as error:
@@ -29,6 +38,7 @@ def job(
         "options": options,
         "layertap": VERSION,
         "allow_volatile": allow_volatile,
+        "restart_server": restart_server,
     }
 
 
@@ -46,6 +56,7 @@ def again(run: dict[str, Any]) -> dict[str, Any]:
         details["formats"],
         details.get("options", {}),
         allow_volatile=details.get("allow_volatile", False),
+        restart_server=details.get("restart_server", 0),
     )
 
 

@@ -74,6 +74,21 @@ class StartNarration:
         ProgressLine.show(f"  {words.dashed(phase)} for {words.duration(status['phase_seconds'])}  {silent}")
 
 
+class EventNarration:
+    """Tells what happens to a run beside its own work: a server that is launched again, what the watch saw."""
+
+    def __init__(self) -> None:
+        self.told = 0.0
+
+    def show(self, run: dict[str, Any]) -> None:
+        """Take in a run with its newest events."""
+        new = [one for one in run["events"] if one["at"] > self.told]
+        for one in new:
+            if one["event"] in words.NARRATED:
+                say(f"  {words.event(one)}")
+            self.told = one["at"]
+
+
 def wait_ready(session: Session, run_id: str, seconds: float) -> dict[str, Any]:
     """Follow a launch with its phases; returns the last status, healthy or not."""
     narration = StartNarration()

@@ -14,6 +14,7 @@ from backends.host import Host
 from backends.launch import Launching
 from backends.logs import LogCursor, PartHead, Step
 from backends.sglang import mask_text
+from backends.watch import settled
 from capture.layers import LayerChoice
 from console.config import ExtractConfig
 
@@ -90,12 +91,7 @@ class Session:
         while True:
             status = self.status(run_id)
             yield status
-            verdict = status["verdict"]["verdict"]
-            # A suspected hang goes on being followed: it may be none. A degraded server that answers is up.
-            up = verdict == "degraded" and status["health"] == 200
-            settled = up or verdict in ("healthy", "crashed", "stopped")
-            without_tap = status["phase"] == "ready" and not (status["tap"] and status["tap"]["inside"])
-            if settled or without_tap or time.monotonic() > deadline:
+            if settled(status) or time.monotonic() > deadline:
                 return
             time.sleep(POLL_SECONDS)
 

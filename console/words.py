@@ -18,7 +18,11 @@ EVENTS = {
     "log_only": "further retries and failures are only in the log",
     "server_lost": "server lost: {reason}",
     "error": "ended early: {reason}",
+    "relaunch": "the server {server} died ({cause}) and is launched again, {attempt} of {most}",
+    "relaunched": "the server {server} is ready instead of {instead_of}, after {seconds} s",
+    "relaunch_failed": "launched again, {attempt} of {most}, it did not come up: {reason}",
 }
+NARRATED = ("relaunch", "relaunched", "relaunch_failed")  # events that are told while one follows a run
 SAMPLE_SIGNS = {"pending": "·", "sent": "~", "written": "+", "failed": "!"}
 CHECK_SIGNS = {"pass": "+", "warn": "?", "fail": "!", "unknown": "-"}
 TOKENS_SHOWN = 40
@@ -239,6 +243,8 @@ def progress(now: dict[str, Any]) -> str:
     """An extraction's progress in one line."""
     if now["phase"] in ("preparing", "tokenising"):
         return f"{now['phase']} …"
+    if now["phase"] == "relaunching":
+        return "the server died and is launched again …"
     rate = now["tokens_per_second"]
     parts = [
         f"{now['written']:,} / {now['samples']:,} samples",

@@ -26,7 +26,7 @@ SERVER: dict[str, Any] = {
 
 
 def test_the_same_job_again() -> None:
-    asked = job("/rows.jsonl", "/data", ["native"], OPTIONS, allow_volatile=True)
+    asked = job("/rows.jsonl", "/data", ["native"], OPTIONS, allow_volatile=True, restart_server=2)
     assert asked == {
         "rows": "/rows.jsonl",
         "output": "/data",
@@ -34,6 +34,7 @@ def test_the_same_job_again() -> None:
         "options": OPTIONS,
         "layertap": VERSION,
         "allow_volatile": True,
+        "restart_server": 2,
     }
     details = {key: value for key, value in asked.items() if key != "layertap"} | {"server": "server-1"}
     assert again({"id": "extract-1", "details": details}) == asked
@@ -54,6 +55,11 @@ def test_a_run_that_does_not_say_what_it_was_asked() -> None:
 def test_options_that_do_not_go_together(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         job("/rows.jsonl", "/data", ["native"], options)
+
+
+def test_a_server_is_not_launched_again_less_than_never() -> None:
+    with pytest.raises(UsageError, match="--restart-server takes how often"):
+        job("/rows.jsonl", "/data", ["native"], OPTIONS, restart_server=-1)
 
 
 @pytest.mark.parametrize(("state", "port"), [("running", 30000), ("starting", 30000), ("exited", None), ("died", None)])

@@ -109,7 +109,7 @@ def test_an_extraction_keeps_what_it_takes_to_ask_for_it_again(
     job: Callable[..., Run], server: Server, home: Path
 ) -> None:
     run = server("silent")
-    again = {"formats": ["native"], "options": {"max_length": 100}, "allow_volatile": True}
+    again = {"formats": ["native"], "options": {"max_length": 100}, "allow_volatile": True, "restart_server": 1}
     asked = job("extract", rows="rows.jsonl", output="data", layertap="0.1.0", **again)
     assert asked.spec.details == {"rows": f"{home}/rows.jsonl", "output": f"{home}/data", "server": run.id, **again}
 

@@ -73,6 +73,11 @@ class ExtractForm(Grid):
             yield Input(placeholder="as found", id="response-column", compact=True, classes="short")
         yield Label("tmpfs")
         yield Check("the dataset may lie in memory; a reboot takes it", id="allow-volatile")
+        yield Label("dead server")
+        with Horizontal():
+            yield Label("launch it again", classes="first")
+            yield Input(placeholder="0", id="restart-server", type="integer", compact=True, classes="short")
+            yield Label("times")
         yield Label("")
         with Horizontal(id="buttons"):
             yield Button("Plan", id="plan-it", variant="primary", compact=True)
@@ -102,6 +107,7 @@ class ExtractForm(Grid):
         self._check("truncate", options.get("overlong") == "truncate")
         self._check("last-turn-only", bool(options.get("last_turn_only")))
         self._check("allow-volatile", bool(details.get("allow_volatile")))
+        self._set("restart-server", details.get("restart_server") or None)
 
     def show(self, now: dict[str, Any]) -> None:
         """Which tensors this snapshot's server gives."""
@@ -129,7 +135,14 @@ class ExtractForm(Grid):
             "overlong": "truncate" if self._checked("truncate") else "skip",
             "last_turn_only": self._checked("last-turn-only"),
         }
-        return job(rows, output, formats, options, allow_volatile=self._checked("allow-volatile"))
+        return job(
+            rows,
+            output,
+            formats,
+            options,
+            allow_volatile=self._checked("allow-volatile"),
+            restart_server=int(self._text("restart-server") or 0),
+        )
 
     def is_same(self, asked: dict[str, Any], now: dict[str, Any]) -> bool:
         """Whether it still asks for that."""

@@ -1,0 +1,213 @@
+"""The supervisor of an extraction: keeps its driver going, and with `--restart-server` the server that it draws from.
+
+It runs on the host and outlives every console and link. A dead server is launched again as it was, and the driver goes
+on from the ledger, so every sample is there once.
+
+usage: python -m backends.supervise RUN_FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from backends.errors import ExitCode, LayertapError, LeftBehind, RunDied
+from backends.jobs import describe, read_job
+from backends.launch import relaunch
+from backends.runs import Run, Runs, start_child, stop, supervise, write_json
+from backends.sample import Sampler
+from backends.watch import ServerWatch, earlier_start, settled
+from capture import events
+
+LOOK_SECONDS = 1.0
+DEATH_SECONDS = 30.0  # in which a server that the driver lost is seen to be dead
+READY_SECONDS = 3600.0  # that a server has to come up again
+PAUSE_SECONDS = 5.0  # before the second attempt, twice as many before each further one: a mount may come back
+LONGEST_PAUSE = 300.0
+
+
+class StopAsked(Exception):
+    """Somebody asked the run to stop."""
+
+
+class Supervisor:
+    """Sees to one extraction. `restarts` of its server are left."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.runs = Runs(run.folder.parents[1])
+        self.most = self.restarts = int(run.spec.details.get("restart_server", 0))
+        self.causes: list[str] = []  # of which its servers died
+        self.sampler = Sampler(self.runs)
+        self.watch = self._watch(self._server())
+
+    def see_to(self, child: subprocess.Popen[bytes]) -> int:
+        """Wait for the driver, and start it again once its server was brought back; returns the run's exit code."""
+        while True:
+            code = self._follow(child)
+            if code != ExitCode.RUN_DIED or not self.most:
+                return code
+            try:
+                if not self._bring_back():
+                    return code
+                child = start_child(self.run)
+            except StopAsked:
+                return self._end(ExitCode.INTERRUPTED, "it was asked to stop")
+            except (LayertapError, OSError) as error:
+                return self._end(ExitCode.RUN_DIED, str(error))
+            if self.run.stop_asked:  # between its last look and run.json, where a stop finds the driver
+                child.send_signal(signal.SIGINT)
+
+    def _follow(self, child: subprocess.Popen[bytes]) -> int:
+        """Look at the server as long as the driver runs; returns its exit code."""
+        while True:
+            try:
+                return child.wait(LOOK_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.watch.look()
+
+    # --- The server ---
+
+    def _bring_back(self) -> bool:
+        """Launch the server that the driver lost again; False where it is not dead, or was stopped on purpose.
+
+        Raises RunDied where it does not come up, StopAsked.
+        """
+        cause = self._death()
+        if cause is None:
+            return False
+        self.causes.append(cause)
+        if not self.restarts:
+            raise RunDied(died_again(self.causes))
+        reasons: list[str] = []
+        pause = PAUSE_SECONDS
+        while self.restarts:
+            if reasons:
+                self._rest(pause)
+                pause = min(LONGEST_PAUSE, 2 * pause)
+            self.restarts -= 1
+            attempt, begun = self.most - self.restarts, time.monotonic()
+            dead = self.watch.run
+            self._show("relaunching")
+            self._tell("relaunch", server=dead.id, attempt=attempt, most=self.most, cause=cause)
+            try:
+                self._launch(dead)
+            except LayertapError as error:
+                cause = str(error)
+                reasons.append(cause)
+                self._tell("relaunch_failed", attempt=attempt, most=self.most, reason=cause)
+            else:
+                seconds = round(time.monotonic() - begun, 1)
+                self._tell("relaunched", server=self.watch.run.id, instead_of=dead.id, seconds=seconds)
+                return True
+        raise RunDied(gave_up(reasons))
+
+    def _death(self) -> str | None:
+        """Of what the server died; None where it did not, or where somebody stopped it."""
+        deadline = time.monotonic() + DEATH_SECONDS
+        while time.monotonic() < deadline:
+            seen = self._look()
+            if self.watch.run.stop_asked:
+                return None
+            if seen["verdict"]["verdict"] in ("crashed", "stopped"):
+                return str(seen["verdict"]["cause"])
+        return None
+
+    def _launch(self, dead: Run) -> None:
+        """Launch a server as `dead` was, and wait until it is ready. Raises LayertapError with the reason."""
+        left = stop(dead, "it is dead", dead=True).left
+        if left:
+            raise LeftBehind(f"of {dead.id} there is still: {'; '.join(left)}")
+        self.watch = self._watch(relaunch(self.runs, dead))
+        server = self.watch.run
+        job = read_job(self.run)
+        write_json(self.run.folder / "job.json", job | {"server": msgspec.to_builtins(describe(server))})
+        deadline = time.monotonic() + READY_SECONDS
+        for seen in self._looks():
+            verdict = seen["verdict"]
+            if server.stop_asked:
+                raise StopAsked
+            if not settled(seen) and time.monotonic() < deadline:
+                continue
+            if verdict["verdict"] in ("healthy", "degraded"):
+                return
+            cause = verdict["cause"] or f"it was not ready after {READY_SECONDS:g} s"
+            raise RunDied("; ".join(filter(None, (cause, verdict["remedy"]))))
+
+    def _looks(self) -> Iterator[dict[str, Any]]:
+        while True:
+            yield self._look()
+
+    def _look(self) -> dict[str, Any]:
+        """Wait a moment, and look at the server."""
+        self._rest(LOOK_SECONDS)
+        return self.watch.look()
+
+    def _rest(self, seconds: float) -> None:
+        """Wait. Raises StopAsked."""
+        deadline = time.monotonic() + seconds
+        while not self.run.stop_asked and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, LOOK_SECONDS))
+        if self.run.stop_asked:
+            raise StopAsked
+
+    def _watch(self, server: Run) -> ServerWatch:
+        return ServerWatch(server, self.sampler.gpus, earlier_start(self.runs, server))
+
+    def _server(self) -> Run:
+        return self.runs.get(read_job(self.run)["server"]["run"])
+
+    # --- The run ---
+
+    def _show(self, phase: str) -> None:
+        """Show in progress.json what goes on without a driver; its result is none yet."""
+        (self.run.folder / "result.json").unlink(missing_ok=True)
+        path = self.run.folder / "progress.json"
+        progress = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
+        write_json(path, progress | {"phase": phase})
+
+    def _tell(self, event: str, **facts: Any) -> None:
+        events.append(self.run.folder, event, **facts)
+        self._say(f"{event.replace('_', ' ')}: {', '.join(f'{name} {fact}' for name, fact in facts.items())}")
+
+    def _end(self, code: ExitCode, why: str) -> int:
+        """The run's end, where no driver is there to tell it; returns the exit code."""
+        self._tell("error", reason=why)
+        write_json(self.run.folder / "result.json", {"error": why})
+        return code
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)  # noqa: T201
+
+
+def gave_up(reasons: list[str]) -> str:
+    """Why a server is not launched once more, after attempts that failed for these reasons."""
+    attempts = "once" if len(reasons) == 1 else f"{len(reasons)} times"
+    return f"the server was launched again {attempts} and did not come up{_same(reasons)}: {reasons[-1]}"
+
+
+def died_again(causes: list[str]) -> str:
+    """Why a server that came up each time is not launched once more, after it died of these causes."""
+    return (
+        f"the server died {len(causes)} times{_same(causes)}: {causes[-1]}; it was launched again as often as "
+        f"--restart-server allows, see its log (layertap logs)"
+    )
+
+
+def _same(reasons: list[str]) -> str:
+    return ", the same way each time" if len(reasons) > 1 and len(set(reasons)) == 1 else ""
+
+
+if __name__ == "__main__":
+    os.umask(0o077)
+    folder = Path(sys.argv[1])
+    sys.exit(supervise(folder, lambda run, child: Supervisor(run).see_to(child)))

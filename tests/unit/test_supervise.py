@@ -1,0 +1,198 @@
+"""The supervisor of an extraction: which server it launches again, how often, and what it says. Driver and server are
+fakes, the rest is real."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from helpers import until
+
+from backends import runs
+from backends.jobs import describe, read_job
+from backends.runs import Run, Runs
+from backends.supervise import gave_up
+from capture import events
+
+Server = Callable[..., Run]
+Extract = Callable[..., Run]
+
+# A driver that ends with 9 as often as it is told, once its server is dead, and with 0 after that.
+DRIVER = """
+import json, os, sys, time
+from pathlib import Path
+server = json.loads(Path("job.json").read_text())["server"]
+lost = Path("lost")
+count = len(lost.read_text()) if lost.exists() else 0
+if count >= int(sys.argv[1]):
+    Path("result.json").write_text('{"written": 3}')
+    sys.exit(0)
+lost.write_text("x" * (count + 1))
+Path("progress.json").write_text('{"phase": "stopped", "written": 1}')
+Path("result.json").write_text('{"error": "the server is dead"}')
+Path("ready").touch()
+while "wait" in sys.argv and Path(f"/proc/{server['process']['pid']}/cmdline").exists():
+    time.sleep(0.05)
+sys.exit(9)
+"""
+
+
+@pytest.fixture
+def extract(all_runs: Runs) -> Extract:
+    """Starts a driver that loses its server `lost` times; `server` is killed first."""
+
+    def started(server: Run, lost: int, restarts: int, *words: str) -> Run:
+        job = {"server": msgspec.to_builtins(describe(server))}
+
+        def prepare(run: Run) -> dict[str, str]:
+            runs.write_json(run.folder / "job.json", job)
+            return {}
+
+        return all_runs.start(
+            "extract",
+            [sys.executable, "-c", DRIVER, str(lost), *words],
+            dict(os.environ),
+            code="0123",
+            prepare=prepare,
+            details={"restart_server": restarts},
+            supervisor="backends.supervise",
+        )
+
+    return started
+
+
+def kill(server: Run) -> None:
+    os.kill(server.running.child.pid, signal.SIGKILL)
+
+
+def ended(run: Run) -> runs.Exit:
+    return until(lambda: run.exit, "the run has ended", 60.0)
+
+
+def told(run: Run) -> list[dict[str, Any]]:
+    return [event for event in events.latest(run.folder) if event["event"] not in ("started", "ended")]
+
+
+def ready(run: Run) -> None:
+    until((run.folder / "ready").exists)
+
+
+def test_a_dead_server_is_launched_again_as_it_was(extract: Extract, server: Server, all_runs: Runs) -> None:
+    first = server()
+    run = extract(first, 1, 1, "wait")
+    ready(run)
+    kill(first)
+    assert ended(run).code == 0
+    second = all_runs.server(first.spec.port)
+    assert second.id != first.id
+    assert (second.spec.argv, second.spec.port, second.private.argv) == (
+        first.spec.argv,
+        first.spec.port,
+        first.private.argv,
+    )
+    changed = ("LAYERTAP_RUN", "LAYERTAP_TAP")
+    assert {name: value for name, value in second.private.env.items() if name not in changed} == {
+        name: value for name, value in first.private.env.items() if name not in changed
+    }
+    taps = [json.loads(one.private.env["LAYERTAP_TAP"]) for one in (first, second)]
+    assert taps[0]["layers"] == taps[1]["layers"]
+    assert (taps[1]["dump_dir"], Path(taps[0]["dump_dir"]).exists()) == (second.spec.dump_dir, False)
+    assert taps[0]["secret"] != taps[1]["secret"]
+    assert read_job(run)["server"] == msgspec.to_builtins(describe(second))
+    relaunch, relaunched = told(run)
+    assert (relaunch["event"], relaunch["server"], relaunch["attempt"], relaunch["most"]) == (
+        "relaunch",
+        first.id,
+        1,
+        1,
+    )
+    assert (relaunched["event"], relaunched["server"], relaunched["instead_of"]) == ("relaunched", second.id, first.id)
+    assert not first.stop_asked  # it died, and shall be shown so
+    assert json.loads((run.folder / "result.json").read_text()) == {"written": 3}
+
+
+def test_only_as_often_as_was_allowed(extract: Extract, server: Server, all_runs: Runs) -> None:
+    first = server()
+    run = extract(first, 9, 1, "wait")
+    ready(run)
+    kill(first)
+    second = until(lambda: next((one for one in all_runs.all("server") if one.id != first.id), None))
+    until(lambda: len((run.folder / "lost").read_text()) == 2, seconds=60.0)
+    kill(second)
+    assert ended(run).code == 9
+    assert [event["event"] for event in told(run)] == ["relaunch", "relaunched", "error"]
+    assert told(run)[-1]["reason"] == (
+        "the server died 2 times, the same way each time: a process was killed by SIGKILL, most often by the kernel's "
+        "OOM killer; it was launched again as often as --restart-server allows, see its log (layertap logs)"
+    )
+    assert len(all_runs.all("server")) == 2
+
+
+def test_a_server_that_cannot_be_launched_again(extract: Extract, server: Server, model: Path) -> None:
+    first = server()
+    run = extract(first, 1, 1, "wait")
+    ready(run)
+    shutil.rmtree(model)
+    kill(first)
+    assert ended(run).code == 9
+    why = f"model {model}: no config.json there; give the folder of a downloaded model on the host"
+    assert [(event["event"], event.get("reason")) for event in told(run)] == [
+        ("relaunch", None),
+        ("relaunch_failed", why),
+        ("error", f"the server was launched again once and did not come up: {why}"),
+    ]
+    assert json.loads((run.folder / "result.json").read_text()) == {"error": told(run)[-1]["reason"]}
+
+
+def test_a_server_that_crashes_as_it_starts(extract: Extract, server: Server, all_runs: Runs) -> None:
+    first = server("crash")
+    run = extract(first, 1, 1)
+    assert ended(run).code == 9
+    assert len(all_runs.all("server")) == 2
+    reason = told(run)[-1]["reason"]
+    assert reason.startswith("the server was launched again once and did not come up: ")
+    assert "memory" in reason
+
+
+def test_a_server_that_lives_or_was_stopped_is_left_alone(extract: Extract, server: Server, all_runs: Runs) -> None:
+    first = server()
+    run = extract(first, 1, 5, "wait")
+    ready(run)
+    runs.stop(first, "enough")
+    assert ended(run).code == 9
+    assert told(run) == []
+    assert [one.id for one in all_runs.all("server")] == [first.id]
+    assert json.loads((run.folder / "result.json").read_text()) == {"error": "the server is dead"}
+
+
+def test_a_stop_is_heeded_while_the_server_comes_up(extract: Extract, server: Server, all_runs: Runs) -> None:
+    first = server("silent")
+    run = extract(first, 1, 1, "wait")
+    ready(run)
+    kill(first)
+    second = until(lambda: next((one for one in all_runs.all("server") if one.id != first.id), None), seconds=60.0)
+    shown = until(lambda: json.loads((run.folder / "progress.json").read_text()))
+    assert shown == {"phase": "relaunching", "written": 1}
+    assert runs.stop(run, "enough").how == "asked"
+    assert ended(run).code == 130
+    assert second.alive()  # the server is not the extraction's to stop
+
+
+@pytest.mark.parametrize(
+    ("reasons", "said"),
+    [
+        (["a"], "the server was launched again once and did not come up: a"),
+        (["a", "b"], "the server was launched again 2 times and did not come up: b"),
+        (["b", "b"], "the server was launched again 2 times and did not come up, the same way each time: b"),
+    ],
+)
+def test_why_it_gave_up(reasons: list[str], said: str) -> None:
+    assert gave_up(reasons) == said
