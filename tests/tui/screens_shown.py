@@ -22,6 +22,7 @@ AGAIN = {
     "options": {},
     "layertap": "0.1.0",
     "allow_volatile": False,
+    "restart_server": 0,
 }
 
 PLAN: dict[str, Any] = {

@@ -242,7 +242,9 @@ async def test_a_plan_shows_mask_sizes_and_bad_rows_and_then_it_starts(monkeypat
         assert app.focused.id == "start"
         await pilot.press("enter")
         await until_shown(pilot, "started extract-1")
-        assert jobs.started[1:] == [("extract", asked | {"layertap": "0.1.0", "allow_volatile": False}, 30000)]
+        assert jobs.started[1:] == [
+            ("extract", asked | {"layertap": "0.1.0", "allow_volatile": False, "restart_server": 0}, 30000)
+        ]
 
 
 async def test_a_plan_is_for_what_was_asked_then(monkeypatch: pytest.MonkeyPatch) -> None:
