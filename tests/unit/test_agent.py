@@ -186,7 +186,8 @@ def test_what_a_job_of_a_stopped_server_left_is_named(
     agent: Agent, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start("server")
-    job = start("extract", details={"server": server.id})
+    job = start("extract")
+    runs.write_json(job.folder / "job.json", {"server": {"run": server.id}})
     stop = runs.stop
 
     def stopped(run: Run, why: str, first: signal.Signals = signal.SIGTERM) -> runs.Stopped:
