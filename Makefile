@@ -33,7 +33,7 @@ test: console engine
 test-all: console engine
 	$(CONSOLE) -m pytest -n 3 --dist loadfile tests/unit tests/tui tests/sshd
 	$(CONSOLE) -m pytest tests/end_to_end
-	PYTHONPATH=. $(ENGINE) -m pytest tests/engine tests/gpu
+	PYTHONPATH=. $(ENGINE) -m pytest tests/engine tests/gpu tests/trainers
 
 # The console's environment, with everything that the checks and its tests need.
 console: .venv/ready

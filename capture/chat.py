@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import bisect
 import functools
+import json
 import re
+from collections.abc import Iterator
 from typing import Any, ClassVar, TypeAlias
 
 import msgspec
@@ -35,12 +37,14 @@ class _Probe(msgspec.Struct):
     """What rendering a plain question and answer tells of a template.
 
     `closing`: the text after the answer. `closing_ids`: its tokens from the end-of-turn token on, empty where it has
-    none. `takes_parts`: can it render content that is a list of text parts.
+    none. `takes_parts`: can it render content that is a list of text parts. `takes_null`: does it leave out content
+    that is null.
     """
 
     closing: str
     closing_ids: list[int]
     takes_parts: bool
+    takes_null: bool
 
 
 class ChatTemplate:
@@ -58,17 +62,41 @@ class ChatTemplate:
         self.anchor_ids = frozenset(self.anchors.values())
         longest_first = sorted(self.anchors, key=len, reverse=True)
         self.anchor_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        special = {*tokenizer.all_special_tokens, *(token.content for token in added.values() if token.special)}
+        self._special_begins = frozenset(text[0] for text in special if text)
+        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
 
     def encode(self, messages: list[Message], tools: list[dict[str, Any]] | None, last_only: bool) -> Encoded:
         """Ids and mask of a chat. Raises `Refused` for this row, `InputError` for a template of no use to any."""
         if not self._probe.takes_parts:
             messages = [_join_parts(message) for message in messages]
+        messages = [_as_served(message, self._probe.takes_null) for message in messages]
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if last_only:
             turns = turns[-1:]
         if self._marks_generation(tools):
             return self._by_marks(messages, tools, turns[0] if last_only and turns else 0)
         return self._by_prefixes(messages, tools, turns)
+
+    @functools.cached_property
+    def ignores_roles(self) -> bool:
+        """Whether an answer reads the same when the user says it, and nothing else marks it as the assistant's."""
+        if self._marks_generation(None):
+            return False
+        said = [{"role": role, "content": self.PROBE} for role in ("user", "assistant")]
+        try:
+            return self._render(said, None, False) == self._render([said[0], said[0]], None, False)
+        except Refused:
+            return False
+
+    def special_in(self, messages: list[Message]) -> str | None:
+        """The first special token that stands in what somebody says, and where; None where there is none."""
+        for number, message in enumerate(messages, start=1):
+            for text in _texts({key: value for key, value in message.items() if key != "role"}):
+                # Most text has none of the characters that such tokens begin with, which is told much faster.
+                if not self._special_begins.isdisjoint(text) and (found := self._special.search(text)):
+                    return f"{found[0]} in message {number} ({message['role']})"
+        return None
 
     def tokens(self, text: str) -> list[int]:
         """The ids of rendered text: a BOS is the template's business, so none is added here."""
@@ -99,7 +127,7 @@ class ChatTemplate:
             raise InputError("the chat template leaves out the content of an assistant message that is a string")
         ids = self.tokens(closing)
         end_of_turn = next((k for k, i in enumerate(ids) if i in self._added), len(ids))
-        return _Probe(closing, ids[end_of_turn:], self._takes_parts(text))
+        return _Probe(closing, ids[end_of_turn:], self._takes_parts(text), self._takes_null())
 
     def _takes_parts(self, as_strings: str) -> bool:
         """Whether text parts come out as the same text in a string does; some templates print the list itself."""
@@ -107,6 +135,16 @@ class ChatTemplate:
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         try:
             return self._render(messages, None, False) == as_strings
+        except Refused:
+            return False
+
+    def _takes_null(self) -> bool:
+        """Whether a tool call's missing content comes out as nothing; some templates print None, or fail."""
+        question = {"role": "user", "content": self.PROBE}
+        call = {"type": "function", "id": "call_1", "function": {"name": self.PROBE, "arguments": {}}}
+        answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+        try:
+            return "None" not in self._render([question, answer], None, False)
         except Refused:
             return False
 
@@ -269,6 +307,41 @@ def _join_parts(message: Message) -> Message:
     if not isinstance(content, list):
         return message
     return {**message, "content": " ".join(part["text"] for part in content)}
+
+
+def _as_served(message: Message, takes_null: bool) -> Message:
+    """A message with tool calls as SGLang's chat endpoint hands it to the template.
+
+    Arguments that are JSON text become objects, and content that is null an empty string where the template would
+    print it.
+    """
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    served = {**message, "tool_calls": [_with_arguments(call) for call in calls]}
+    if not takes_null and served.get("content") is None:
+        served["content"] = ""
+    return served
+
+
+def _with_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every string in a value as JSON has them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
 
 
 def mask_parts(ids: list[int], mask: list[int], tokenizer: Any, limit: int = 400) -> list[tuple[str, bool]]:

@@ -15,14 +15,14 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from capture import code_hash, dump, formats, gate, manifest, rows, verify
+from capture import alarms, code_hash, dump, formats, gate, manifest, parallel, row_files, rows, verify
 from capture.draw import Drawer, DrawError, lock
 from capture.ledger import Change, Ledger, Sample
 from capture.rows import RowOptions
@@ -67,11 +67,15 @@ class NotSafe(Exception):
 
 
 class Progress(msgspec.Struct, kw_only=True):
-    """progress.json of an extraction. Rates are over the last ten seconds; None where unknown."""
+    """progress.json of an extraction. Rates are over the last ten seconds; None where unknown.
+
+    `rows` were read and tokenised by this run, 0 where that was done by an earlier one.
+    """
 
     schema: int = 1
     phase: str
     output: str
+    rows: int = 0
     samples: int = 0
     pending: int = 0
     sent: int = 0
@@ -234,21 +238,40 @@ class Extraction:
 
     def _tokenise(self, tokenizer: Any, info: dict[str, Any]) -> None:
         """Tokenise the input unless it is the one that the ledger holds already."""
-        now = rows.read_hash(self.job.rows)
+        now = row_files.read_hash(self.job.rows)
         if now == self.manifest.input_hash:
             self.say(f"{self.job.rows} is tokenised already")
+            self._say_alarms()
             return
         self.progress.phase = "tokenising"
         self.report(self.progress)
         options = self.job.options
         if options.max_length is None:
             options = msgspec.structs.replace(options, max_length=gate.longest_prompt(info))
-        added = self.ledger.add(rows.tokenise(self.job.rows, tokenizer, options, vocab_size=len(tokenizer)))
-        self.manifest.input_hash = now
+        outcomes = rows.tokenise(self.job.rows, tokenizer, options, vocab_size=len(tokenizer), workers=parallel.cores())
+        found = alarms.Alarms()
+        added = self.ledger.add(self._report_rows(found.watch(outcomes, options)))
+        self.manifest.input_hash, self.manifest.alarms = now, found.all()
         manifest.write_manifest(self.output, self.manifest)
+        self._say_alarms()
         self.say(f"{self.job.rows}: {added} samples added, {len(self.ledger.unused('bad'))} bad rows")
         for file, line, reason in self.ledger.unused("bad"):
             self.say(f"{file}:{line}: {reason}")
+
+    def _report_rows(self, outcomes: Iterable[rows.Outcome]) -> Iterator[rows.Outcome]:
+        """The rows as they are, with how many there were in the progress."""
+        last = time.monotonic()
+        for outcome in outcomes:
+            yield outcome
+            self.progress.rows += 1
+            if time.monotonic() - last > REPORT_SECONDS:
+                last = time.monotonic()
+                self.report(self.progress)
+
+    def _say_alarms(self) -> None:
+        for alarm in self.manifest.alarms:
+            self.say(f"warning: {alarms.words(alarm)}")
+            self.tell("alarm", id=alarm.id, count=alarm.count, text=alarms.words(alarm))
 
     def _count(self) -> None:
         counts, progress = self.ledger.counts(), self.progress

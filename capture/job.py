@@ -19,7 +19,22 @@ from typing import Any
 
 import msgspec
 
-from capture import code_hash, draw, driver, dump, events, formats, gate, ledger, manifest, measure, plan, rows, verify
+from capture import (
+    code_hash,
+    draw,
+    driver,
+    dump,
+    events,
+    formats,
+    gate,
+    ledger,
+    manifest,
+    measure,
+    parallel,
+    plan,
+    rows,
+    verify,
+)
 from capture.chat import InputError
 from capture.inspect_sample import inspect_sample
 from capture.rows import RowOptions
@@ -31,6 +46,7 @@ EXIT_CODES: list[tuple[type[BaseException] | tuple[type[BaseException], ...], in
     (ServerGone, 9),
     ((InputError, formats.UnknownFormat, manifest.ManifestError, ledger.LedgerError, dump.DumpError), 2),
     (draw.DrawError, 1),
+    (parallel.WorkerLost, 9),
     (verify.VerificationError, 1),
 ]
 
@@ -45,7 +61,10 @@ class TryJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What an extraction would do. Sizes need `hidden`, `layers` and `dtype`, from a server or the model's config."""
+    """What an extraction would do. Sizes need `hidden`, `layers` and `dtype`, from a server or the model's config.
+
+    With `show` only these rows are looked at; see `plan.show_rows`.
+    """
 
     rows: str
     model: str
@@ -54,6 +73,7 @@ class PlanJob(msgspec.Struct, frozen=True, kw_only=True):
     formats: list[str]
     output: str | None
     layers: int
+    show: list[str] = []
 
 
 class VerifyJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,15 +165,20 @@ def run_plan(job: PlanJob) -> tuple[int, Any]:
     chosen = {name: formats.find(name) for name in job.formats}
     hidden, itemsize = model_size(job.model)
     tokenizer = rows.load_tokenizer(job.model, job.trust_remote_code)
+    if job.show:
+        encoder = rows.Encoder(tokenizer, job.options, len(tokenizer))
+        shown = plan.show_rows(job.rows, encoder, job.show, tokenizer)
+        return (1 if any(row.reason for row in shown) else 0), {"schema": 1, "shown": shown}
     sizes = {name: float(found.bytes_per_token(hidden, job.layers, itemsize)) for name, found in chosen.items()}
     made = plan.make_plan(
-        rows.tokenise(job.rows, tokenizer, job.options, vocab_size=len(tokenizer)),
+        rows.tokenise(job.rows, tokenizer, job.options, vocab_size=len(tokenizer), workers=parallel.cores()),
         sizes,
         Path(job.output) if job.output else None,
         tokenizer,
         lambda done: report({"schema": 1, "rows": done}),
     )
-    return (1 if made.bad else 0), made
+    refused = not job.options.allow_ignored_roles and any(alarm.fatal for alarm in made.alarms)
+    return (1 if made.bad or refused else 0), made
 
 
 def model_size(model: str) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from capture.alarms import Alarm
 from capture.dump import write_json
 from capture.layers import Layers
 
@@ -39,7 +40,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """manifest.json. Hashes are sha256 in hex. `norms` says for each state whether the final norm was applied."""
+    """manifest.json. Hashes are sha256 in hex. `norms` says for each state whether the final norm was applied.
+
+    `alarms`: what was odd about the rows when they were last read.
+    """
 
     format: int = FORMAT
     settings: Settings
@@ -53,6 +57,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     probe: dict[str, Any] | None = None
     gpus: list[str] = []
     counts: dict[str, int] = {}
+    alarms: list[Alarm] = []
     created: float
     updated: float
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import shutil
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,11 +11,10 @@ from typing import Any
 
 import msgspec
 
-from capture.chat import bracketed, mask_parts
-from capture.rows import BadRow, Row, Skipped
-
-SHOWN = 20
-"""How many lines or rows of a kind a plan names; it counts all of them."""
+from capture import row_files
+from capture.alarms import SHOWN, Alarm, Alarms
+from capture.chat import InputError, bracketed, mask_parts
+from capture.rows import BadRow, Encoder, Row, Skipped
 
 PROGRESS_EVERY = 500
 
@@ -30,14 +27,28 @@ class Preview(msgspec.Struct):
     parts: list[tuple[str, bool]]
 
 
+class Shown(msgspec.Struct):
+    """A chosen row: what is in the loss as in `Preview`, nothing shortened; or `reason`, why it gives no sample."""
+
+    file: str
+    line: int
+    reason: str | None
+    tokens: int
+    masked_tokens: int
+    truncated: bool
+    alarms: dict[str, str]
+    text: str
+    parts: list[tuple[str, bool]]
+
+
 class Plan(msgspec.Struct):
     """What was found in the rows and what drawing them would write.
 
     `rows` counts all of them: `samples` (good), `skipped` (good but too long) and `bad`. Lengths are tokens of the
     samples; `median` and `p99` are lengths that occur (nearest rank). `histogram` is (upper bound, samples) in powers
-    of two, each bound included. `masked_share` is the part of all tokens that is in the loss, 0 to 1. `duplicates`
-    counts samples whose ids and mask were seen before. `bytes_per_token` and `total_bytes` go by format; `fits` tells
-    whether all formats together fit into `free_bytes`. None is "unknown", or "no samples".
+    of two, each bound included. `masked_share` is the part of all tokens that is in the loss, 0 to 1. `alarms` are
+    what is odd about samples. `bytes_per_token` and `total_bytes` go by format; `fits` tells whether all formats
+    together fit into `free_bytes`. None is "unknown", or "no samples".
     """
 
     rows: int
@@ -49,14 +60,12 @@ class Plan(msgspec.Struct):
     histogram: list[tuple[int, int]]
     masked_tokens: int
     masked_share: float | None
-    zero_mask: int
-    zero_mask_lines: list[int]
     truncated: int
     skipped: int
     skipped_lines: list[int]
     bad: int
     bad_rows: list[BadRow]
-    duplicates: int
+    alarms: list[Alarm]
     bytes_per_token: dict[str, float]
     total_bytes: dict[str, int]
     free_bytes: int | None
@@ -71,14 +80,12 @@ class _Tally:
 
     def __init__(self) -> None:
         self.lengths: Counter[int] = Counter()
-        self.masked_tokens = self.truncated = self.duplicates = 0
-        self.zero_mask = self.skipped = self.bad = 0
-        self.zero_mask_lines: list[int] = []
+        self.masked_tokens = self.truncated = self.skipped = self.bad = 0
+        self.alarms = Alarms()
         self.skipped_lines: list[int] = []
         self.bad_rows: list[BadRow] = []
         self.first: Row | None = None
         self.first_masked: Row | None = None
-        self._digests: set[bytes] = set()
 
     def add(self, item: Row | BadRow | Skipped) -> None:
         if isinstance(item, Row):
@@ -98,12 +105,7 @@ class _Tally:
         self.first = self.first or row
         if masked:
             self.first_masked = self.first_masked or row
-        else:
-            self.zero_mask += 1
-            _keep(self.zero_mask_lines, row.line)
-        digest = _digest(row)
-        self.duplicates += digest in self._digests
-        self._digests.add(digest)
+        self.alarms.add(row)
 
 
 def make_plan(
@@ -140,14 +142,12 @@ def make_plan(
         histogram=_histogram(tally.lengths),
         masked_tokens=tally.masked_tokens,
         masked_share=tally.masked_tokens / tokens if tokens else None,
-        zero_mask=tally.zero_mask,
-        zero_mask_lines=tally.zero_mask_lines,
         truncated=tally.truncated,
         skipped=tally.skipped,
         skipped_lines=tally.skipped_lines,
         bad=tally.bad,
         bad_rows=tally.bad_rows,
-        duplicates=tally.duplicates,
+        alarms=tally.alarms.all(),
         bytes_per_token=bytes_per_token,
         total_bytes=total_bytes,
         free_bytes=free,
@@ -155,6 +155,45 @@ def make_plan(
         output=None if output is None else str(output),
         preview=_preview(shown, tokenizer) if shown else None,
     )
+
+
+def show_rows(path: str, encoder: Encoder, wanted: list[str], tokenizer: Any) -> list[Shown]:
+    """The rows that `wanted` names, each by its line or index, or by the end of its file's name too: `b.parquet:17`.
+
+    Reads no further than it has to. Raises `InputError` for a name that is none, and for a row that is not there.
+    """
+    left, shown = [_name_of_row(name) for name in wanted], []
+    for read in row_files.read(path) if left else ():
+        file, line, _ = read
+        name = next((name for name in left if name[1] == line and file.endswith(name[0])), None)
+        if name is not None:
+            left.remove(name)
+            shown.append(_shown(encoder(read), tokenizer))
+            if not left:
+                break
+    if left:
+        file, line = left[0]
+        raise InputError(f"{path} has no row {f'{file}:' if file else ''}{line}, or that line of it is empty")
+    return shown
+
+
+def _name_of_row(name: str) -> tuple[str, int]:
+    file, _, line = name.rpartition(":")
+    if not line.isdecimal():
+        raise InputError(f"{name!r} names no row: give its line, as in 17 or rows.jsonl:17")
+    return file, int(line)
+
+
+def _shown(item: Row | BadRow | Skipped, tokenizer: Any) -> Shown:
+    if isinstance(item, Row):
+        parts = mask_parts(item.ids, item.mask, tokenizer, limit=1 << 60)
+        text = bracketed(parts)
+        return Shown(
+            item.file, item.line, None, len(item.ids), sum(item.mask), item.truncated, item.alarms, text, parts
+        )
+    tokens = item.tokens if isinstance(item, Skipped) else 0
+    reason = f"it has {tokens:,} tokens, more than --max-length" if isinstance(item, Skipped) else item.reason
+    return Shown(item.file, item.line, reason, tokens, 0, False, {}, "", [])
 
 
 def _preview(row: Row, tokenizer: Any) -> Preview:
@@ -165,12 +204,6 @@ def _preview(row: Row, tokenizer: Any) -> Preview:
 def _keep(shown: list[Any], item: Any) -> None:
     if len(shown) < SHOWN:
         shown.append(item)
-
-
-def _digest(row: Row) -> bytes:
-    digest = hashlib.blake2b(array("I", row.ids).tobytes(), digest_size=16)
-    digest.update(bytes(row.mask))
-    return digest.digest()
 
 
 def _quantile(lengths: Counter[int], share: float) -> int | None:

@@ -7,18 +7,17 @@ options as a whole raises, as an `InputError`.
 
 from __future__ import annotations
 
-import codecs
-import hashlib
 import json
-import re
 from collections.abc import Iterator
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from capture import parallel, row_files
 from capture.chat import ChatTemplate, Encoded, InputError, Message, Refused, first_line
+from capture.json_rows import kind_of, parse_line
+from capture.row_files import Raw
 
 ROLES = {
     "human": "user",
@@ -31,12 +30,15 @@ ROLES = {
     "system": "system",
 }
 """ShareGPT's `from` -> role."""
+MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
+_TEXT_ONLY = "only text can be drawn yet; leave the row out, or keep its text alone"
 
 
 class RowOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How rows are read. `max_length` is in tokens; `last_turn_only` leaves earlier assistant turns out of the mask.
 
-    A row that brings its own `loss_mask` keeps it whatever `last_turn_only` says.
+    A row that brings its own `loss_mask` keeps it whatever `last_turn_only` says. `allow_ignored_roles` takes a chat
+    template that renders every role alike.
     """
 
     prompt_column: str | None = None
@@ -44,6 +46,7 @@ class RowOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_length: int | None = None
     overlong: Literal["truncate", "skip"] = "skip"
     last_turn_only: bool = False
+    allow_ignored_roles: bool = False
 
     def __post_init__(self) -> None:
         if (self.prompt_column is None) != (self.response_column is None):
@@ -53,13 +56,17 @@ class RowOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Row(msgspec.Struct):
-    """A good row: `ids` and `mask` (0 or 1 each) of the same length, at least one token."""
+    """A good row: `ids` and `mask` (0 or 1 each) of the same length, at least one token.
+
+    `alarms`: what is odd about it, by the names of `capture.alarms`, each with what was seen.
+    """
 
     file: str
     line: int
     ids: list[int]
     mask: list[int]
     truncated: bool
+    alarms: dict[str, str] = {}
 
 
 class BadRow(msgspec.Struct):
@@ -110,203 +117,90 @@ def _why_no_tokenizer(model: Path, trust_remote_code: bool, error: Exception) ->
     return f"{model} has no tokenizer that transformers can load ({first_line(error)})"
 
 
-def read_hash(path: str | Path) -> str:
-    """SHA-256 of a file's bytes, in hex. Raises `InputError` where it cannot be read."""
-    with _open(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def tokenise(
+    path: str | Path, tokenizer: Any, options: RowOptions, vocab_size: int | None = None, workers: int = 1
+) -> Iterator[Outcome]:
+    """Every row of an input (see `row_files`), in its order.
 
-
-def tokenise(path: str | Path, tokenizer: Any, options: RowOptions, vocab_size: int | None = None) -> Iterator[Outcome]:
-    """Every row of a JSONL file or JSON array, in the file's order.
-
-    Lazy: nothing is opened before the first row is asked for, and JSONL is read as it goes. Ids must be below
-    `vocab_size`, the rows of the model's embedding; by default below the tokenizer's own size. Raises `InputError`
-    for a file that is missing or empty, an array that cannot be read on, and a tokenizer without a chat template once
-    a row needs one.
+    Lazy: nothing is opened before the first row is asked for, and all but a JSON array is read as it goes. Ids must be
+    below `vocab_size`, the rows of the model's embedding; by default below the tokenizer's own size. Raises
+    `InputError` for an input that is missing, empty or cannot be read on, and for a tokenizer without a chat template
+    once a row needs one. More than one of `workers` are processes that share the work.
     """
-    file = str(path)
-    vocab_size = vocab_size or len(tokenizer)
-    template = ChatTemplate(tokenizer)
-    for line, fields in _read(path):
+    encoder = Encoder(tokenizer, options, vocab_size or len(tokenizer))
+    rows = row_files.read(path)
+    return map(encoder, rows) if workers < 2 else parallel.ordered(encoder, rows, workers)
+
+
+class Encoder:
+    """Rows as they were read -> outcomes."""
+
+    def __init__(self, tokenizer: Any, options: RowOptions, vocab_size: int) -> None:
+        self.options, self.vocab_size = options, vocab_size
+        self.template = ChatTemplate(tokenizer)
+        self.bos = tokenizer.bos_token_id
+
+    def __call__(self, read: tuple[str, int, Raw]) -> Outcome:
+        """What becomes of a row, whole or as far as it was read. Raises `InputError` for what concerns all rows."""
+        file, line, raw = read
+        alarms: dict[str, str] = {}
         try:
+            fields = parse_line(raw) if isinstance(raw, bytes) else raw
             if isinstance(fields, Refused):
                 raise fields
-            ids, mask = _encode(fields, template, options)
-            _check_ids(ids, vocab_size)
+            ids, mask = self._encode(fields, alarms)
+            self._check_ids(ids)
         except Refused as reason:
-            yield BadRow(file, line, str(reason))
-            continue
-        limit = options.max_length
+            return BadRow(file, line, str(reason))
+        limit = self.options.max_length
         overlong = limit is not None and len(ids) > limit
-        if overlong and options.overlong == "skip":
-            yield Skipped(file, line, len(ids))
+        if overlong and self.options.overlong == "skip":
+            return Skipped(file, line, len(ids))
+        self._look_at(ids, mask, alarms)
+        return Row(file, line, ids[:limit], mask[:limit], overlong, alarms)
+
+    def _check_ids(self, ids: list[int]) -> None:
+        if not ids:
+            raise Refused("the row has no tokens")
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            outside = next(i for i in ids if not 0 <= i < self.vocab_size)
+            raise Refused(f"token id {outside} is outside the vocabulary of {self.vocab_size}")
+
+    def _look_at(self, ids: list[int], mask: list[int], alarms: dict[str, str]) -> None:
+        if self.bos is not None and ids[:2] == [self.bos, self.bos]:
+            alarms["bos_twice"] = f"token {self.bos} twice"
+        limit = self.options.max_length
+        if not any(mask):
+            alarms["zero_mask"] = f"{len(ids):,} tokens"
+        elif limit is not None and not any(mask[:limit]):
+            alarms["mask_cut_off"] = f"the first is token {mask.index(1) + 1:,} of {len(ids):,}"
+
+    def _encode(self, fields: dict[str, Any], alarms: dict[str, str]) -> Encoded:
+        options = self.options
+        if options.prompt_column is not None and options.response_column is not None:
+            chat = _prompt_and_response(fields, options.prompt_column, options.response_column)
+        elif "input_ids" in fields and "loss_mask" in fields:
+            return _given_ids(fields["input_ids"], fields["loss_mask"])
+        elif "messages" in fields:
+            chat = _chat(fields["messages"], "messages")
+        elif "conversations" in fields:
+            chat = _chat(fields["conversations"], "conversations")
+        elif "prompt" in fields and "response" in fields:
+            chat = _prompt_and_response(fields, "prompt", "response")
         else:
-            yield Row(file, line, ids[:limit], mask[:limit], overlong)
-
-
-def _check_ids(ids: list[int], vocab_size: int) -> None:
-    if not ids:
-        raise Refused("the row has no tokens")
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        outside = next(i for i in ids if not 0 <= i < vocab_size)
-        raise Refused(f"token id {outside} is outside the vocabulary of {vocab_size}")
-
-
-# ---- files -> (line, fields)
-
-_Read: TypeAlias = Iterator[tuple[int, dict[str, Any] | Refused]]
-
-_SPACE = re.compile(r"[ \t\r\n]*")
-# A string cannot hold a newline, so a quote too few or too many does its damage in its own line.
-_BRACKET = re.compile(r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"|[\[\]{}]')
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-
-
-def _read(path: str | Path) -> _Read:
-    """The rows with their 1-based lines; a `Refused` in a row's place says why there is none."""
-    return _read_array(path) if _first_byte(path) == b"[" else _read_lines(path)
-
-
-def _open(path: str | Path) -> BufferedReader:
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _first_byte(path: str | Path) -> bytes:
-    with _open(path) as file:
-        for raw in file:
-            if text := raw.removeprefix(codecs.BOM_UTF8).strip():
-                return text[:1]
-    raise InputError(f"{path} is empty: give a file with at least one row")
-
-
-def _read_lines(path: str | Path) -> _Read:
-    with _open(path) as file:
-        for number, raw in enumerate(file, start=1):
-            raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
-            if raw.strip():
-                yield number, _parse_line(raw)
-
-
-def _parse_line(raw: bytes) -> dict[str, Any] | Refused:
-    try:
-        text = raw.decode()
-    except UnicodeDecodeError as error:
-        return Refused(f"not UTF-8: byte 0x{raw[error.start]:02x} at byte {error.start + 1} of the line")
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        return Refused(f"not JSON: {error.msg}: column {error.colno}")
-    except (ValueError, RecursionError) as error:
-        return Refused(f"not JSON that can be read: {first_line(error)}")
-    return _check_fields(value, text)
-
-
-def _check_fields(value: Any, text: str) -> dict[str, Any] | Refused:
-    if not isinstance(value, dict):
-        return Refused(f"not an object but {_kind(value)}: a row is an object with named columns")
-    if _SURROGATE.search(text):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            return Refused("half a surrogate pair (\\ud800 to \\udfff) stands alone: it is no text")
-    return value
-
-
-def _read_array(path: str | Path) -> _Read:
-    """The elements of a JSON array, each parsed on its own so that a broken one costs only itself."""
-    with _open(path) as file:
-        # Bytes that are not UTF-8 become lone surrogates, which the element that holds them is refused for.
-        text = file.read().decode("utf-8-sig", errors="surrogateescape")
-    position = _skip_space(text, _skip_space(text, 0) + 1)
-    if text[position : position + 1] == "]":
-        raise InputError(f"{path} is an empty array: give a file with at least one row")
-    line, counted = 1, 0
-    while True:
-        line, counted = line + text.count("\n", counted, position), position
-        fields, end = _parse_element(text, position, line)
-        if end is None:
-            raise InputError(f"{path}:{line}: {fields}; where this element ends cannot be told, so the array is lost")
-        yield line, fields
-        position = _skip_space(text, end)
-        mark = text[position : position + 1]
-        if mark == "]":
-            break
-        if mark != ",":
-            found = repr(mark) if mark else "the end of the file"
-            at = line + text.count("\n", counted, position)
-            raise InputError(f"{path}:{at}: the array cannot be read on: ',' or ']' expected, {found} found")
-        position = _skip_space(text, position + 1)
-    rest = _skip_space(text, position + 1)
-    if rest < len(text):
-        at = line + text.count("\n", counted, rest)
-        raise InputError(f"{path}:{at}: there is more after the end of the array; one array a file, or JSON lines")
-
-
-def _parse_element(text: str, start: int, line: int) -> tuple[dict[str, Any] | Refused, int | None]:
-    """The element at `start` and where it ends; None where that cannot be told."""
-    try:
-        value, end = json.JSONDecoder().raw_decode(text, start)
-    except (ValueError, RecursionError) as error:
-        return _broken_element(text, start, line, error)
-    segment = text[start:end]
-    try:
-        segment.encode()
-    except UnicodeEncodeError as error:
-        return Refused(f"not UTF-8: byte 0x{ord(segment[error.start]) - 0xDC00:02x} in this element"), end
-    return _check_fields(value, segment), end
-
-
-def _broken_element(text: str, start: int, line: int, error: Exception) -> tuple[Refused, int | None]:
-    reason = f"not JSON: {first_line(error)}"
-    if isinstance(error, json.JSONDecodeError):
-        reason = f"not JSON: {error.msg}: line {error.lineno} column {error.colno}"
-    end = _closing_bracket(text, start)
-    if end is not None:
-        # Good elements can have been taken for part of this one: say how far it is taken to go.
-        reason += f"; read on after line {line + text.count(chr(10), start, end)}"
-    return Refused(reason), end
-
-
-def _closing_bracket(text: str, start: int) -> int | None:
-    """Where the object or array that opens at `start` has closed, going by brackets outside strings."""
-    if text[start : start + 1] not in ("{", "["):
-        return None
-    depth = 0
-    for match in _BRACKET.finditer(text, start):
-        if match[0] in "[{":
-            depth += 1
-        elif match[0] in "]}":
-            depth -= 1
-            if depth == 0:
-                return match.end()
-    return None
-
-
-def _skip_space(text: str, position: int) -> int:
-    match = _SPACE.match(text, position)
-    return match.end() if match else position
+            raise Refused(_unknown_shape(fields))
+        for column in MEDIA_COLUMNS:
+            if fields.get(column):
+                raise Refused(f"column {column!r} holds media: {_TEXT_ONLY}")
+        encoded = self.template.encode(chat, _tools(fields.get("tools")), options.last_turn_only)
+        if self.template.ignores_roles:
+            alarms["ignores_roles"] = f"{len(chat)} messages"
+        if found := self.template.special_in(chat):
+            alarms["special_from_text"] = found
+        return encoded
 
 
 # ---- fields -> ids and mask
-
-
-def _encode(fields: dict[str, Any], template: ChatTemplate, options: RowOptions) -> Encoded:
-    if options.prompt_column is not None and options.response_column is not None:
-        chat = _prompt_and_response(fields, options.prompt_column, options.response_column)
-    elif "input_ids" in fields and "loss_mask" in fields:
-        return _given_ids(fields["input_ids"], fields["loss_mask"])
-    elif "messages" in fields:
-        chat = _chat(fields["messages"], "messages")
-    elif "conversations" in fields:
-        chat = _chat(fields["conversations"], "conversations")
-    elif "prompt" in fields and "response" in fields:
-        chat = _prompt_and_response(fields, "prompt", "response")
-    else:
-        raise Refused(_unknown_shape(fields))
-    return template.encode(chat, _tools(fields.get("tools")), options.last_turn_only)
 
 
 def _unknown_shape(fields: dict[str, Any]) -> str:
@@ -321,12 +215,12 @@ def _unknown_shape(fields: dict[str, Any]) -> str:
 def _given_ids(ids: Any, mask: Any) -> Encoded:
     for name, values in (("input_ids", ids), ("loss_mask", mask)):
         if not isinstance(values, list):
-            raise Refused(f"{name} is {_kind(values)}, not a list of integers")
+            raise Refused(f"{name} is {kind_of(values)}, not a list of integers")
     if len(ids) != len(mask):
         raise Refused(f"input_ids has {len(ids)} entries and loss_mask {len(mask)}: they must be as many")
     for index, value in enumerate(ids):
         if type(value) is not int:
-            raise Refused(f"input_ids[{index}] is {_kind(value)}, not an integer")
+            raise Refused(f"input_ids[{index}] is {kind_of(value)}, not an integer")
     for index, value in enumerate(mask):
         if type(value) not in (int, bool) or value not in (0, 1):
             raise Refused(f"loss_mask[{index}] is {json.dumps(value)[:40]}: it must be 0 or 1")
@@ -339,12 +233,17 @@ def _prompt_and_response(fields: dict[str, Any], prompt: str, response: str) -> 
         if column not in fields:
             raise Refused(f"no column {column!r}; the row has {', '.join(map(repr, fields)) or 'none'}")
         if not isinstance(fields[column], str):
-            raise Refused(f"column {column!r} is {_kind(fields[column])}, not a string")
+            raise Refused(f"column {column!r} is {kind_of(fields[column])}, not a string")
         messages.append({"role": role, "content": fields[column]})
     return messages
 
 
 def _tools(tools: Any) -> list[dict[str, Any]] | None:
+    if isinstance(tools, str):  # as tables keep schemas that are not all alike
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise Refused(f"tools is a string that is not JSON: {first_line(error)}") from error
     if tools is None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -354,7 +253,7 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
 
 def _chat(messages: Any, column: str) -> list[Message]:
     if not isinstance(messages, list):
-        raise Refused(f"{column} is {_kind(messages)}, not a list of messages")
+        raise Refused(f"{column} is {kind_of(messages)}, not a list of messages")
     if not messages:
         raise Refused(f"{column} is an empty list")
     return [_message(message, number) for number, message in enumerate(messages, start=1)]
@@ -363,7 +262,7 @@ def _chat(messages: Any, column: str) -> list[Message]:
 def _message(message: Any, number: int) -> Message:
     """One message as the chat template wants it: `role`, `content` and whatever else it came with."""
     if not isinstance(message, dict):
-        raise Refused(f"message {number} is {_kind(message)}, not an object")
+        raise Refused(f"message {number} is {kind_of(message)}, not an object")
     named: Message = message
     if "role" not in message and "from" in message:
         named = {"role": _role(message["from"], number), "content": message.get("value")}
@@ -387,18 +286,12 @@ def _check_content(message: Message, number: int) -> None:
     if content is None:
         raise Refused(f"message {number} ({message['role']}) has no content")
     if not isinstance(content, list):
-        raise Refused(f"the content of message {number} is {_kind(content)}, not a string")
+        raise Refused(f"the content of message {number} is {kind_of(content)}, not a string")
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str):
             raise Refused(f"a content part of message {number} is not an object with a type")
         if kind != "text":
-            what = "images cannot be drawn yet" if "image" in kind else "only text can be drawn yet"
-            raise Refused(f"content part {kind!r} in message {number}: {what}")
+            raise Refused(f"content part {kind!r} in message {number}: {_TEXT_ONLY}")
         if not isinstance(part.get("text"), str):
             raise Refused(f"a text part of message {number} has no text")
-
-
-def _kind(value: Any) -> str:
-    names = {str: "a string", list: "a list", dict: "an object", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")

@@ -64,6 +64,8 @@ class RowOptions:
     """What becomes of longer rows; skipped ones are counted."""
     last_turn_only: Annotated[bool, Parameter(group=ROWS)] = False
     """Only the last assistant turn goes into the loss."""
+    allow_ignored_roles: Annotated[bool, Parameter(group=ROWS)] = False
+    """Take a chat template that renders what the assistant says like what the user says."""
 
 
 COMMON = Common()
@@ -403,18 +405,20 @@ def plan(
     format: str | None = None,
     model: str | None = None,
     layers: int = 3,
+    show: list[str] | None = None,
     trust_remote_code: bool = False,
     options: RowOptions = ROW_OPTIONS,
     common: Common = COMMON,
 ) -> int:
-    """Show what an extraction would do, before any GPU time; exit 1 where rows are bad.
+    """Show what an extraction would do, before any GPU time; exit 1 where rows are bad or their masks would be wrong.
 
     Args:
-        rows: JSONL or JSON file.
+        rows: JSONL, JSON or Parquet file, folder of such files, or folder of a saved Hugging Face dataset.
         output: folder that the dataset would go to.
         format: formats, e.g. native,specforge.
         model: folder of the model on the host; the running server's without it.
         layers: how many layers are drawn.
+        show: instead, show this row with its loss mask, by its line or index, e.g. 17 or b.parquet:17; repeatable.
         trust_remote_code: let the model's own tokenizer code run.
     """
     from console import headless, words
@@ -426,12 +430,13 @@ def plan(
             "formats": _formats(format, session),
             "model": model and _path(Path(model), common),
             "layers": layers,
+            "show": show or [],
             "trust_remote_code": trust_remote_code,
             "options": _row_options(options, session),
         }
         run = headless.follow_job(session, session.start("plan", job)["id"], lambda now: f"{now['rows']:,} rows read …")
         code, result = session.finish(run)
-        headless.out(result, common.json, words.plan)
+        headless.out(result, common.json, words.chosen_rows if show else words.plan)
         return code
 
 
@@ -452,7 +457,7 @@ def extract(
     """Draw the states of every row into a dataset; the same command again attaches or goes on.
 
     Args:
-        rows: JSONL or JSON file.
+        rows: JSONL, JSON or Parquet file, folder of such files, or folder of a saved Hugging Face dataset.
         output: folder of the dataset.
         format: formats, e.g. native,specforge.
         port: port of the server, where several run.
@@ -656,6 +661,7 @@ def _row_options(options: RowOptions, session: Session) -> dict[str, Any]:
         "max_length": options.max_length or defaults.max_length,
         "overlong": options.overlong or defaults.overlong,
         "last_turn_only": options.last_turn_only,
+        "allow_ignored_roles": options.allow_ignored_roles,
     }
 
 

@@ -13,6 +13,7 @@ EVENTS = {
     "stop_asked": "asked to stop: {why}",
     "prepared": "prepared: {samples:,} samples, {written:,} of them written already",
     "gate": "gate: {what}; {remedy}",
+    "alarm": "odd rows: {text}",
     "retry": "sample {sample} is drawn again: {reason}",
     "failed": "sample {sample} ({file}:{line}) failed: {reason}",
     "log_only": "further retries and failures are only in the log",
@@ -242,7 +243,7 @@ def event(one: dict[str, Any]) -> str:
 def progress(now: dict[str, Any]) -> str:
     """An extraction's progress in one line."""
     if now["phase"] in ("preparing", "tokenising"):
-        return f"{now['phase']} …"
+        return f"{now['phase']} … {now['rows']:,} rows" if now.get("rows") else f"{now['phase']} …"
     if now["phase"] == "relaunching":
         return "the server died and is launched again …"
     rate = now["tokens_per_second"]
@@ -313,10 +314,7 @@ def plan(made: dict[str, Any]) -> Iterator[str]:
         f"{made['truncated']:,} truncated · {made['bad']:,} bad"
     )
     if made["samples"]:
-        yield (
-            f"{made['tokens']:,} tokens · {made['masked_share']:.0%} in the loss · {made['zero_mask']:,} rows have "
-            f"none · {made['duplicates']:,} duplicates"
-        )
+        yield f"{made['tokens']:,} tokens · {made['masked_share']:.0%} in the loss"
         yield (
             f"lengths  {histogram(made['histogram'])}  median {made['median']:,} · p99 {made['p99']:,} · "
             f"longest {made['longest']:,}"
@@ -326,13 +324,34 @@ def plan(made: dict[str, Any]) -> Iterator[str]:
     if made["free_bytes"] is not None:
         fits = "fits" if made["fits"] else "DOES NOT FIT"
         yield f"{made['output']} has {size(made['free_bytes'])} free: {fits}"
-    if made["zero_mask_lines"]:
-        yield f"nothing in the loss: lines {', '.join(map(str, made['zero_mask_lines']))}"
+    for alarm in made["alarms"]:
+        yield from alarm_lines(alarm)
     for bad in made["bad_rows"]:
         yield f"{bad['file']}:{bad['line']}: {bad['reason']}"
     if made["preview"]:
         yield f"line {made['preview']['line']}, [ ] = in the loss:"
         yield f"  {made['preview']['text']}"
+
+
+def alarm_lines(alarm: dict[str, Any]) -> Iterator[str]:
+    """An alarm, and the first rows that have it."""
+    yield f"{'!!' if alarm['fatal'] else '!'} {alarm['count']:,} rows: {alarm['what']}; {alarm['remedy']}"
+    for odd in alarm["rows"][:ODD_SHOWN]:
+        yield f"    {odd['file']}:{odd['line']}: {odd['seen']}"
+
+
+def chosen_rows(made: dict[str, Any]) -> Iterator[str]:
+    """Rows that were asked for, each with its loss mask."""
+    for row in made["shown"]:
+        where = f"{row['file']}:{row['line']}"
+        if row["reason"]:
+            yield f"{where}: {row['reason']}"
+            continue
+        cut = ", truncated" if row["truncated"] else ""
+        yield f"{where}: {row['tokens']:,} tokens{cut}, {row['masked_tokens']:,} in the loss, [ ]:"
+        yield f"  {row['text']}"
+        for name, seen in row["alarms"].items():
+            yield f"  ! {dashed(name)}: {seen}"
 
 
 def histogram(buckets: list[list[int]]) -> str:

@@ -6,11 +6,12 @@ import json
 import os
 import signal
 import sqlite3
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import Layertap, shared_data, until, write_rows
+from command import ENGINE, Layertap, shared_data, until, write_rows
 
 GSM8K = ("--prompt-column", "question", "--response-column", "answer")
 CUT = ("--max-length", "2048", "--overlong", "truncate")
@@ -171,6 +172,34 @@ def test_bad_rows_are_named_and_the_rest_is_drawn(layertap: Layertap, server: di
     log = layertap("logs", layertap.run_of("extract")["id"])
     assert f"{rows}:2: " in log and f"{rows}:4: " in log
     check(layertap, output, 4)
+
+
+def test_odd_rows_are_told_before_they_are_drawn_and_again_on_resume(
+    layertap: Layertap, server: dict[str, Any], work: Path
+) -> None:
+    rows, output = write_rows(work / "rows.jsonl", 3), work / "out"
+    lines = rows.read_text().splitlines()
+    rows.write_text("\n".join([*lines, lines[0]]) + "\n")
+    for _ in range(2):
+        layertap("extract", rows, "--output", output)
+        told = [event for event in history(layertap) if event["event"] in ("alarm", "prepared")]
+        assert [(event["event"], event.get("id"), event.get("count")) for event in told] == [
+            ("alarm", "duplicate", 1), ("prepared", None, None),
+        ]  # fmt: skip
+        assert f"(first {rows}:4, " in told[0]["text"]
+    (alarm,) = json.loads((output / "manifest.json").read_text())["alarms"]
+    assert [row["line"] for row in alarm["rows"]] == [4]
+    check(layertap, output, 4)
+
+
+def test_a_table_is_drawn_like_any_input(layertap: Layertap, server: dict[str, Any], work: Path) -> None:
+    rows, output = write_rows(work / "rows.jsonl", 6), work / "out"
+    to_parquet = "import sys, datasets; datasets.Dataset.from_json(sys.argv[1]).to_parquet(sys.argv[2])"
+    (work / "parts").mkdir()
+    subprocess.run([ENGINE, "-c", to_parquet, rows, work / "parts" / "a.parquet"], check=True, capture_output=True)
+    made = layertap.json("extract", work / "parts", "--output", output)
+    assert (made["written"], made["failed"], made["bad_rows"]) == (6, 0, 0)
+    check(layertap, output, 6)
 
 
 def test_the_server_is_killed_launched_again_and_the_run_goes_on(

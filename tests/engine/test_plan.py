@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from capture.alarms import Odd
 from capture.chat import InputError
 from capture.plan import Plan, Preview, make_plan
 from capture.rows import BadRow, Row, RowOptions, Skipped, tokenise
@@ -74,14 +75,12 @@ def test_a_plan_from_a_file(tmp_path, tokenizer):
         histogram=[(16, 3), (32, 1)],
         masked_tokens=8,
         masked_share=8 / 66,
-        zero_mask=1,
-        zero_mask_lines=[3],
         truncated=0,
         skipped=1,
         skipped_lines=[4],
         bad=2,
         bad_rows=plan.bad_rows,
-        duplicates=1,
+        alarms=plan.alarms,
         bytes_per_token={"native": 100.5, "specforge": 80.0},
         total_bytes={"native": 6633, "specforge": 5280},
         free_bytes=free,
@@ -95,6 +94,10 @@ def test_a_plan_from_a_file(tmp_path, tokenizer):
         schema=1,
     )
     assert [(bad.file, bad.line) for bad in plan.bad_rows] == [(str(path), 5), (str(path), 7)]
+    assert [(alarm.id, alarm.count, alarm.rows) for alarm in plan.alarms] == [
+        ("zero_mask", 1, [Odd(str(path), 3, "16 tokens")]),
+        ("duplicate", 1, [Odd(str(path), 2, "15 tokens")]),
+    ]
     assert not (tmp_path / "out").exists(), "a plan writes nothing"
     assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
 
@@ -139,21 +142,23 @@ def test_the_histogram_goes_by_powers_of_two(tokenizer, lengths, histogram):
 
 def test_lines_are_named_up_to_twenty_and_counted_beyond(tokenizer):
     rows = [
-        *(row(line, 5, masked=0, truncated=True) for line in range(1, 31)),
+        *(row(line, 5, masked=1, truncated=True) for line in range(1, 31)),
         *(Skipped(FILE, line, 99) for line in range(31, 61)),
         *(BadRow(FILE, line, "not JSON") for line in range(61, 91)),
     ]
     plan = plan_of(rows, tokenizer)
-    assert (plan.zero_mask, plan.truncated, plan.skipped, plan.bad, plan.duplicates) == (30, 30, 30, 30, 29)
-    assert plan.zero_mask_lines == list(range(1, 21))
+    (alarm,) = plan.alarms
+    assert (alarm.id, alarm.count, plan.truncated, plan.skipped, plan.bad) == ("duplicate", 29, 30, 30, 30)
+    assert [odd.line for odd in alarm.rows] == list(range(2, 22))
     assert plan.skipped_lines == list(range(31, 51))
     assert [bad.line for bad in plan.bad_rows] == list(range(61, 81))
 
 
 def test_duplicates_have_the_same_ids_and_mask(tokenizer):
     same, other_mask, other_ids = row(1, 5), row(2, 5, masked=2), row(3, 5, first=7)
-    assert plan_of([same, other_mask, other_ids], tokenizer).duplicates == 0
-    assert plan_of([same, other_mask, row(4, 5), other_ids, row(5, 5)], tokenizer).duplicates == 2
+    assert plan_of([same, other_mask, other_ids], tokenizer).alarms == []
+    (alarm,) = plan_of([same, other_mask, row(4, 5), other_ids, row(5, 5)], tokenizer).alarms
+    assert (alarm.id, [odd.line for odd in alarm.rows]) == ("duplicate", [4, 5])
 
 
 def test_the_preview_is_the_first_row_that_has_a_mask(tokenizer):

@@ -15,7 +15,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from capture.chat import InputError, bracketed, mask_parts
-from capture.rows import BadRow, Row, RowOptions, Skipped, load_tokenizer, read_hash, tokenise
+from capture.row_files import read_hash
+from capture.rows import BadRow, Row, RowOptions, Skipped, load_tokenizer, tokenise
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -432,15 +433,17 @@ def test_given_ids_are_kept(tmp_path):
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "a text part of message 1 has no text"),
         (
             {"messages": [*chat("one"), {"role": "user", "content": [{"type": "image_url"}]}]},
-            "content part 'image_url' in message 2: images cannot be drawn yet",
+            "content part 'image_url' in message 2: only text can be drawn yet; leave the row out, or keep its text",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "content part 'input_audio' in message 1: only text can be drawn yet",
         ),
+        ({"messages": chat("one", "two"), "images": ["a.png"]}, "column 'images' holds media: only text can be drawn"),
         ({"conversations": [{"from": "observation", "value": "one"}]}, "message 1 is from 'observation', who is not k"),
         ({"conversations": [{"from": "human", "value": None}]}, "message 1 (user) has no content"),
-        ({"messages": chat("one"), "tools": "search"}, "tools is not a list of objects"),
+        ({"messages": chat("one"), "tools": "search"}, "tools is a string that is not JSON"),
+        ({"messages": chat("one"), "tools": {}}, "tools is not a list of objects"),
         ({"prompt": "one", "response": ["two"]}, "column 'response' is a list, not a string"),
         ({"input_ids": [1]}, "input_ids without loss_mask"),
         ({"input_ids": [], "loss_mask": []}, "the row has no tokens"),
@@ -611,7 +614,7 @@ def test_rows_that_are_too_long(tmp_path):
     assert read(tmp_path, tokenizer, *rows, max_length=limit) == [fits, Skipped(long.file, 2, len(long.ids))]
     same, cut = read(tmp_path, tokenizer, *rows, max_length=limit, overlong="truncate")
     assert same == fits
-    assert cut == Row(long.file, 2, long.ids[:limit], long.mask[:limit], truncated=True)
+    assert cut == Row(long.file, 2, long.ids[:limit], long.mask[:limit], truncated=True, alarms=cut.alarms)
     *_, unmasked = read(tmp_path, tokenizer, *rows, max_length=2, overlong="truncate")
     assert unmasked.mask == [0, 0]
 

@@ -352,8 +352,6 @@ def plan(**known: Any) -> dict[str, Any]:
         "bad": 40,
         "tokens": 9_520_000,
         "masked_share": 0.426,
-        "zero_mask": 2,
-        "duplicates": 7,
         "histogram": [[64, 10], [128, 80]],
         "median": 90,
         "p99": 127,
@@ -363,21 +361,47 @@ def plan(**known: Any) -> dict[str, Any]:
         "free_bytes": 2_000_000_000_000,
         "fits": True,
         "output": "/data",
-        "zero_mask_lines": [3, 17],
+        "alarms": [
+            alarm("zero_mask", "nothing is in the loss", 2, [3, 17]),
+            alarm("ignores_roles", "roles look alike", 9, [1, 2, 3, 4, 5, 6, 7, 8], fatal=True),
+        ],
         "bad_rows": [{"file": "rows.jsonl", "line": 5, "reason": "not JSON: Expecting value: column 1"}],
         "preview": {"line": 1, "text": "Hi[ there]"},
     } | known
 
 
+def alarm(name: str, what: str, count: int, lines: list[int], *, fatal: bool = False) -> dict[str, Any]:
+    rows = [{"file": "rows.jsonl", "line": line, "seen": "odd"} for line in lines]
+    return {"id": name, "fatal": fatal, "what": what, "remedy": "do something", "count": count, "rows": rows}
+
+
+def test_chosen_rows_are_shown_whole_with_what_is_odd_about_them() -> None:
+    row = {
+        "file": "b.parquet", "line": 17, "reason": None, "tokens": 1200, "masked_tokens": 3, "truncated": True,
+        "alarms": {"bos_twice": "token 1 twice"}, "text": "Hi[ there]", "parts": [["Hi", False], [" there", True]],
+    }  # fmt: skip
+    bad = row | {"line": 18, "reason": "messages is an empty list"}
+    assert list(words.chosen_rows({"schema": 1, "shown": [row, bad]})) == [
+        "b.parquet:17: 1,200 tokens, truncated, 3 in the loss, [ ]:",
+        "  Hi[ there]",
+        "  ! bos-twice: token 1 twice",
+        "b.parquet:18: messages is an empty list",
+    ]
+
+
 def test_a_plan() -> None:
     assert list(words.plan(plan())) == [
         "12,000 rows · 11,900 good · 60 overlong, skipped · 5 truncated · 40 bad",
-        "9,520,000 tokens · 43% in the loss · 2 rows have none · 7 duplicates",
+        "9,520,000 tokens · 43% in the loss",
         "lengths  <= 64 ▂█ 128  median 90 · p99 127 · longest 128",
         "native: 71.7 kB a token -> 682 GB",
         "specforge: 57.3 kB a token -> 546 GB",
         "/data has 2 TB free: fits",
-        "nothing in the loss: lines 3, 17",
+        "! 2 rows: nothing is in the loss; do something",
+        "    rows.jsonl:3: odd",
+        "    rows.jsonl:17: odd",
+        "!! 9 rows: roles look alike; do something",
+        *(f"    rows.jsonl:{line}: odd" for line in range(1, 6)),
         "rows.jsonl:5: not JSON: Expecting value: column 1",
         "line 1, [ ] = in the loss:",
         "  Hi[ there]",
@@ -392,7 +416,7 @@ def test_a_plan_without_good_rows() -> None:
     nothing = plan(
         samples=0, tokens=0, masked_share=None, histogram=[], total_bytes={}, free_bytes=None, fits=None, preview=None
     )
-    nothing |= {"zero_mask_lines": [], "bad_rows": [], "median": None, "p99": None, "longest": None}
+    nothing |= {"alarms": [], "bad_rows": [], "median": None, "p99": None, "longest": None}
     assert list(words.plan(nothing)) == ["12,000 rows · 0 good · 60 overlong, skipped · 5 truncated · 40 bad"]
 
 
