@@ -212,12 +212,12 @@ class Extraction:
             last_turn_only=options.last_turn_only,
             formats=sorted(self.job.formats),
         )
-        created, input_hash = time.time(), ""
+        created, input_hash, odd = time.time(), "", list[alarms.Alarm]()
         self.resumed = (self.output / "manifest.json").exists()
         if self.resumed:
             earlier = manifest.read_manifest(self.output)
             manifest.require_same(earlier.settings, settings, self.output)
-            created, input_hash = earlier.created, earlier.input_hash
+            created, input_hash, odd = earlier.created, earlier.input_hash, earlier.alarms
         made = manifest.Manifest(
             settings=settings,
             norms={
@@ -230,6 +230,7 @@ class Extraction:
             layertap=self.job.layertap,
             profile=self.job.server.profile,
             server=_public(info),
+            alarms=odd,
             created=created,
             updated=time.time(),
         )
