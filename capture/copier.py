@@ -1,7 +1,7 @@
 """Copying a forward's rows into the arena, by device.
 
-On a CPU a copy is done when it returns. On CUDA it runs on a stream of its own into pinned memory, beside the next
-kernels, and nothing in the forward waits for it; a thread does, and then passes the slot on.
+On a CPU a copy is done when it returns. On CUDA a thread makes it on a stream of its own into pinned memory, beside the
+next kernels, and then passes the slot on; nothing in the forward waits for it.
 """
 
 from __future__ import annotations
@@ -9,17 +9,25 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 logger = logging.getLogger("sglang.layertap")
 
+STRETCH_BYTES = 64 << 20  # a little over a millisecond on PCIe 5
+UNDER_WAY = 2  # the device has the next one when it is done with one
+
+
+Pair = tuple[Any, Any]
+"""Place in the arena and source, of one shape."""
+
 
 class Copier(Protocol):
-    """`copy` takes (place in the arena, source) pairs and calls `done` once all of them are in the arena."""
+    """`copy` calls `done` once all `pairs` are in the arena, or `failed` with what kept one of them from it."""
 
-    def copy(self, pairs: Iterable[tuple[Any, Any]], done: Callable[[], None]) -> None:
-        """Copy; returns at once where the device copies by itself. Raises what torch raises."""
+    def copy(self, pairs: Iterable[Pair], done: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+        """Copy; returns at once where the device copies by itself. Never raises."""
 
     def then(self, done: Callable[[], None]) -> None:
         """Call `done` after that of every earlier `copy`."""
@@ -28,19 +36,36 @@ class Copier(Protocol):
 class CpuCopier:
     """Source and arena are both plain memory."""
 
-    def copy(self, pairs: Iterable[tuple[Any, Any]], done: Callable[[], None]) -> None:
+    def copy(self, pairs: Iterable[Pair], done: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """See `Copier`."""
-        for place, source in pairs:
-            place.copy_(source)
-        done()
+        try:
+            for place, source in pairs:
+                place.copy_(source)
+        except Exception as error:
+            failed(error)
+        else:
+            done()
 
     def then(self, done: Callable[[], None]) -> None:
         """See `Copier`."""
         done()
 
 
+class Copy(NamedTuple):
+    """A forward to copy once its event `computed` has come."""
+
+    computed: Any
+    pairs: list[Pair]
+    done: Callable[[], None]
+    failed: Callable[[Exception], None]
+
+
 class CudaCopier:
-    """Device to pinned memory: the arena's mapping is registered with the driver once, here."""
+    """Device to pinned memory: the arena's mapping is registered with the driver once, here.
+
+    A device copies to the host one thing after another, so what SGLang asks for after a forward would wait behind the
+    whole of its states, and the next forward with it. So a thread copies them in stretches, a few at a time.
+    """
 
     def __init__(self, arena: Any, device: Any) -> None:
         import torch
@@ -49,35 +74,66 @@ class CudaCopier:
         if int(error) != 0:
             raise RuntimeError(f"layertap: the arena's {arena.numel():,} bytes could not be pinned: CUDA error {error}")
         self.stream = torch.cuda.Stream(device)
-        self.copied: queue.SimpleQueue[tuple[Any, Callable[[], None]]] = queue.SimpleQueue()
-        threading.Thread(target=self._pass_on, name="layertap-copied", daemon=True).start()
+        self.waiting: queue.SimpleQueue[Copy | Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="layertap-copier", daemon=True).start()
 
-    def copy(self, pairs: Iterable[tuple[Any, Any]], done: Callable[[], None]) -> None:
-        """See `Copier`."""
+    def copy(self, pairs: Iterable[Pair], done: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+        """See `Copier`. The sources are held until they are copied, so that their memory is not given away before."""
         import torch
 
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            for place, source in pairs:
-                place.copy_(source, non_blocking=True)
-                source.record_stream(self.stream)  # its memory is not given away before the copy has run
-            event = torch.cuda.Event(blocking=True)  # the thread that waits for it sleeps
-            event.record(self.stream)
-        self.copied.put((event, done))
+        try:
+            computed = torch.cuda.Event(blocking=True)  # the thread that waits for it sleeps
+            computed.record()
+            self.waiting.put(Copy(computed, list(pairs), done, failed))
+        except Exception as error:
+            failed(error)
 
     def then(self, done: Callable[[], None]) -> None:
         """See `Copier`."""
-        self.copied.put((None, done))
+        self.waiting.put(done)
 
-    def _pass_on(self) -> None:
+    def _run(self) -> None:
         while True:
-            event, done = self.copied.get()
+            item = self.waiting.get()
             try:
-                if event is not None:
-                    event.synchronize()
-                done()
+                if isinstance(item, Copy):
+                    self._take(item)
+                else:
+                    item()
             except Exception:
-                logger.exception("layertap: a copy to the arena failed")
+                logger.exception("layertap: what follows a copy to the arena failed")
+            del item  # it would hold the states until the next forward
+
+    def _take(self, item: Copy) -> None:
+        try:
+            item.computed.synchronize()
+            self._copy(item.pairs)
+        except Exception as error:
+            item.failed(error)
+        else:
+            item.done()
+
+    def _copy(self, pairs: list[Pair]) -> None:
+        import torch
+
+        under_way: deque[Any] = deque()
+        with torch.cuda.stream(self.stream):
+            for place, source in stretches(pairs):
+                if len(under_way) == UNDER_WAY:
+                    under_way.popleft().synchronize()
+                place.copy_(source, non_blocking=True)
+                event = torch.cuda.Event(blocking=True)
+                event.record()
+                under_way.append(event)
+        for event in under_way:
+            event.synchronize()
+
+
+def stretches(pairs: Iterable[Pair]) -> Iterator[Pair]:
+    """`pairs` of tensors `[rows, …]`, in pieces of as many rows as fit into `STRETCH_BYTES`, one at least."""
+    for place, source in pairs:
+        rows = max(1, STRETCH_BYTES * len(source) // source.nbytes)
+        yield from zip(place.split(rows), source.split(rows), strict=True)
 
 
 def copier_for(arena: Any, device: Any) -> Copier:

@@ -21,6 +21,7 @@ from capture.settings import Rid
 FOLLOW_SECONDS = 0.01
 DUMP_SECONDS = 120.0  # from the server's answer to the line in dumps.jsonl
 CONNECTIONS = 512
+KEEP_SECONDS = 2.0  # SGLang closes a connection that was idle for 5 s; a prompt sent just then would be lost
 
 
 class DrawError(Exception):
@@ -64,7 +65,7 @@ class Drawer:
         self.session = aiohttp.ClientSession(
             self.server.url,
             headers=self.server.headers,
-            connector=aiohttp.TCPConnector(limit=CONNECTIONS),
+            connector=aiohttp.TCPConnector(limit=CONNECTIONS, keepalive_timeout=KEEP_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
         )
         self.follower = asyncio.create_task(self._follow())

@@ -106,13 +106,15 @@ class Keeper:
             slow = f"no arena slot came free within {SLOT_WAIT:.0f} s: the writers are too slow"
             self._give_up(pieces, reason or slow, busy=reason is None)
             return
-        try:
-            pairs = self._copies(slot, pieces, rows, [batch.input_ids, *states])
-            self.copier.copy(pairs, functools.partial(self.writers.send_forward, slot, pieces))
-        except Exception as error:  # a prompt lost is said, the server goes on
-            logger.exception("layertap: copying a forward failed")
+
+        def failed(error: Exception) -> None:  # a prompt lost is said, the server goes on
+            logger.error("layertap: copying a forward failed", exc_info=error)
             self.writers.put_back(slot)
             self._give_up(pieces, f"copying its states failed: {error}")
+
+        ids = batch.input_ids.clone()  # SGLang fills that buffer anew for the next forward, maybe before it is copied
+        pairs = self._copies(slot, pieces, rows, [ids, *states])
+        self.copier.copy(pairs, functools.partial(self.writers.send_forward, slot, pieces), failed)
 
     def refuse(self, batch: Any, reason: str) -> None:
         """Fail what of this forward is ours."""

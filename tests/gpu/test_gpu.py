@@ -67,6 +67,16 @@ def test_states_are_those_of_a_hugging_face_forward(engines: Engines, made: dict
     assert engine.tap.failed == 0
 
 
+def test_states_hold_while_forward_follows_forward(engines: Engines, made: dict[str, Path]) -> None:
+    """Copies of one forward run beside the next ones, into whose buffers nothing of it may have been left."""
+    prompts = [[(31 * n + 17 * i * i + i * n) % 1000 + 9 for i in range(1500)] for n in range(96)]
+    engine = start(engines, made["llama"])
+    alone, together = engine.draw(prompts[::12], together=False), engine.draw(prompts)
+    for one, batched in zip(alone, together[::12], strict=True):
+        assert least_cosine(batched, one) > LEAST_COSINE["llama"]
+    assert engine.tap.failed == 0
+
+
 def test_chunks_are_put_together(engines: Engines, made: dict[str, Path]) -> None:
     whole = start(engines, made["llama"]).draw(PROMPTS, together=False)
     chunked = start(engines, made["llama"], chunked_prefill_size=256)
