@@ -40,7 +40,7 @@ from backends.sample import Sampler
 from backends.sglang import masked
 from backends.survival import danger
 from backends.watch import ServerWatch, earlier_start
-from capture import code_hash, events, gate
+from capture import code_hash, events, gate, probe
 from capture.dump import DumpError, read_tap
 from capture.ledger import State
 from capture.server import ServerGone
@@ -187,7 +187,7 @@ class Agent:
         }
 
     def gate(self, run_id: str) -> dict[str, Any]:
-        """What the gate says of a live server, and the arguments that it resolved to, secrets masked.
+        """What the gate says of a live server, the arguments that it resolved to (secrets masked), and its last probe.
 
         Raises RunDied where it is dead or does not answer.
         """
@@ -198,7 +198,11 @@ class Agent:
         except (ServerGone, DumpError) as error:
             raise RunDied(str(error)) from error
         plain = {name: masked(name, value) for name, value in info.items() if isinstance(value, (str, int, float))}
-        return {"findings": gate.check(info, tap, gate.Expected(code_hash(), server.model)), "effective": plain}
+        return {
+            "findings": gate.check(info, tap, gate.Expected(code_hash(), server.model)),
+            "effective": plain,
+            "probe": probe.last(server),
+        }
 
     def doctor(self, asked: dict[str, Any]) -> Report:
         """Pre-flight checks that only look, in under 5 s; `asked` is a `backends.doctor.report.Asked`."""

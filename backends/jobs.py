@@ -16,7 +16,15 @@ from capture.server import Server
 from capture.settings import SETTINGS_VARIABLE, TapSettings
 
 # Kinds of job, and whether they draw from a server.
-JOBS = {"try": True, "plan": False, "extract": True, "verify": False, "sample": False, "doctor": False}
+JOBS = {
+    "try": True,
+    "probe": True,
+    "plan": False,
+    "extract": True,
+    "verify": False,
+    "sample": False,
+    "doctor": False,
+}
 PATHS = ("rows", "output")
 # What else it takes to ask for the same extraction again.
 ASKED = ("formats", "options", "allow_volatile", "restart_server")

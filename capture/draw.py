@@ -9,6 +9,7 @@ import asyncio
 import fcntl
 import os
 import secrets
+import shutil
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +23,7 @@ FOLLOW_SECONDS = 0.01
 DUMP_SECONDS = 120.0  # from the server's answer to the line in dumps.jsonl
 CONNECTIONS = 512
 KEEP_SECONDS = 2.0  # SGLang closes a connection that was idle for 5 s; a prompt sent just then would be lost
+TMPFS_SHARE = 0.7
 
 
 class DrawError(Exception):
@@ -45,6 +47,12 @@ def lock(path: Path, what: str) -> int:
         os.close(handle)
         raise Busy(what) from None
     return handle
+
+
+def tokens_in_flight(server: Server, tap: TapState) -> int:
+    """Tokens whose dumps may lie in memory at once: by the tap's settings, or fewer where tmpfs has become small."""
+    free = shutil.disk_usage(server.dump_dir).free - tap.reserve
+    return min(tap.dump_bytes, int(max(free, 0) * TMPFS_SHARE)) // tap.bytes_per_token
 
 
 class Drawer:

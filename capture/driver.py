@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import shutil
 import signal
 import sqlite3
 import threading
@@ -22,8 +21,8 @@ from typing import Any
 
 import msgspec
 
-from capture import alarms, code_hash, dump, formats, gate, manifest, parallel, row_files, rows, verify
-from capture.draw import Drawer, DrawError, lock
+from capture import alarms, code_hash, dump, formats, gate, manifest, parallel, probe, row_files, rows, verify
+from capture.draw import Drawer, DrawError, lock, tokens_in_flight
 from capture.ledger import Change, Ledger, Sample
 from capture.rows import RowOptions
 from capture.server import Server, ServerGone
@@ -33,7 +32,6 @@ BACK_OFF = 0.3  # seconds before the second attempt, four times as many before e
 BUSY_SECONDS = 120.0  # for which a sample is asked for again while the writers have no slot free
 BUSY_PAUSE = 0.5
 MOST_IN_FLIGHT = 256
-TMPFS_SHARE = 0.7
 COMMIT_SECONDS = 0.25
 REPORT_SECONDS = 0.5
 DRAIN_SECONDS = 30.0
@@ -63,7 +61,7 @@ class Stop(Exception):
 
 
 class NotSafe(Exception):
-    """The gate refuses this server."""
+    """The gate or the probe refuses this server."""
 
 
 class Progress(msgspec.Struct, kw_only=True):
@@ -156,7 +154,7 @@ class Extraction:
         self.of_thread = threading.local()
 
     def prepare(self) -> None:
-        """Everything before the first prompt: gate, settings, tokens."""
+        """Everything before the first prompt: gate, settings, tokens, probe."""
         self.report(self.progress)
         tap, info = self._pass_gate(longest=None)
         assert tap.layers is not None
@@ -171,6 +169,8 @@ class Extraction:
         self._pass_gate(self.ledger.longest())
         self.ledger.reopen()
         self._count()
+        if self.progress.pending:
+            self._pass_probe(tokenizer, info)
         now = self.progress
         self.tell(
             "prepared",
@@ -195,6 +195,23 @@ class Extraction:
         assert tap is not None
         return tap, info
 
+    def _pass_probe(self, tokenizer: Any, info: dict[str, Any]) -> None:
+        """Have the server shown to be safe, unless it has been already; the manifest keeps how."""
+        server, longest = self.job.server, self.ledger.longest()
+        found = probe.kept(server, self.tap, longest)
+        earlier = found is not None
+        if found is None:
+            self.progress.phase = "probing"
+            self.report(self.progress)
+            # The embedded engine takes a minute for the longest prompts; what is not drawn need not be probed there.
+            most = longest if info.get("device") == "cpu" else None
+            found = probe.probe(server, self.tap, info, tokenizer, lambda what: self.say(f"probe: {what}"), most=most)
+        self.tell("probed", passed=found.passed, earlier=earlier, lengths=found.lengths, ranks=found.ranks)
+        if refusal := found.refusal():
+            raise NotSafe(refusal)
+        self.manifest.probe = msgspec.to_builtins(found)
+        manifest.write_manifest(self.output, self.manifest)
+
     def _make_manifest(self, info: dict[str, Any], tokenizer: Any) -> manifest.Manifest:
         tap, options = self.tap, self.job.options
         assert tap.layers is not None
@@ -212,12 +229,13 @@ class Extraction:
             last_turn_only=options.last_turn_only,
             formats=sorted(self.job.formats),
         )
-        created, input_hash, odd = time.time(), "", list[alarms.Alarm]()
+        created, input_hash, probed, odd = time.time(), "", None, list[alarms.Alarm]()
         self.resumed = (self.output / "manifest.json").exists()
         if self.resumed:
             earlier = manifest.read_manifest(self.output)
             manifest.require_same(earlier.settings, settings, self.output)
-            created, input_hash, odd = earlier.created, earlier.input_hash, earlier.alarms
+            created, input_hash = earlier.created, earlier.input_hash
+            probed, odd = earlier.probe, earlier.alarms
         made = manifest.Manifest(
             settings=settings,
             norms={
@@ -230,6 +248,7 @@ class Extraction:
             layertap=self.job.layertap,
             profile=self.job.server.profile,
             server=_public(info),
+            probe=probed,
             alarms=odd,
             created=created,
             updated=time.time(),
@@ -288,7 +307,7 @@ class Extraction:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._stop, Stop(130, "it was asked to stop"))
         self.progress.phase = "extracting"
-        self.budget = Budget(self._tokens_in_flight())
+        self.budget = Budget(tokens_in_flight(self.job.server, self.tap))
         tasks: set[asyncio.Task[None]] = set()
         with ThreadPoolExecutor(max(4, len(os.sched_getaffinity(0)) // 2)) as self.pool:
             async with Drawer(self.job.server, self.tap) as self.drawer:
@@ -489,11 +508,6 @@ class Extraction:
         rate = (progress.tokens_written - tokens) / (now - before) if now > before else 0.0
         progress.tokens_per_second = round(rate, 1) if rate else None
         progress.eta_seconds = round((progress.tokens - progress.tokens_written) / rate, 1) if rate else None
-
-    def _tokens_in_flight(self) -> int:
-        """What dumps may take by the tap's settings, less where tmpfs has become small since."""
-        free = shutil.disk_usage(self.job.server.dump_dir).free - self.tap.reserve
-        return min(self.tap.dump_bytes, int(max(free, 0) * TMPFS_SHARE)) // self.tap.bytes_per_token
 
 
 class Budget:

@@ -65,7 +65,8 @@ class TapState(msgspec.Struct, kw_only=True):
 
     `seen` counts requests by class: ours, warm_up, health, stranger. `reserve` is what the writer leaves free on the
     file system, in bytes; `slot_tokens` the rows that one arena slot holds; `dump_bytes` what dumps in flight may take
-    beside the arena. `slot_wait_seconds` is the back-pressure: how long forwards have waited for a slot, all together.
+    beside the arena. `shared_forwards` counts those that held several requests of ours. `slot_wait_seconds` is the
+    back-pressure: how long forwards have waited for a slot, all together.
     """
 
     format: int = FORMAT
@@ -90,6 +91,7 @@ class TapState(msgspec.Struct, kw_only=True):
     writer_pids: list[int] = []
     writers_lost: int = 0
     seen: dict[str, int] = {}
+    shared_forwards: int = 0
     failed: int = 0
 
 

@@ -6,6 +6,7 @@ started       child, supervisor: their pids      stop_asked  why
 ended         code or, where killed, signal      stopped     how, seconds, left: what a stop came to
 gate          id, fatal, what, remedy            prepared    resumed, samples, written, bad_rows, overlong_rows
 alarm         id, count, text: odd rows
+probed        passed, earlier, lengths, ranks: what the probe came to, now or when it was asked before
 retry         sample, reason                     failed      sample, file, line, reason
 server_lost   reason                             error       reason: why a job came to no result
 relaunch      server, attempt, most, cause: its server died of it, and is launched again

@@ -32,6 +32,7 @@ from capture import (
     measure,
     parallel,
     plan,
+    probe,
     rows,
     verify,
 )
@@ -58,6 +59,14 @@ class TryJob(msgspec.Struct, frozen=True, kw_only=True):
     lock: str
     text: str
     chat: bool = False
+
+
+class ProbeJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A server to probe; `against_hf` compares with a Hugging Face forward too."""
+
+    server: Server
+    lock: str
+    against_hf: bool = False
 
 
 class PlanJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,6 +169,26 @@ async def _try(
     }
 
 
+def run_probe(job: ProbeJob) -> tuple[int, Any]:
+    """Probe a server; one that is refused exits as one that is not safe to draw from."""
+    server = job.server
+    handle = draw.lock(Path(job.lock), f"another job draws from the server {server.run}")
+    try:
+        tap, info = dump.read_tap(Path(server.dump_dir)), server.info()
+        if refusal := gate.refusal(gate.check(info, tap, gate.Expected(code_hash(), server.model))):
+            raise driver.NotSafe(refusal)
+        assert tap is not None
+        tokenizer = rows.load_tokenizer(server.model, server.trust_remote_code)
+        made = probe.probe(
+            server, tap, info, tokenizer, lambda what: report({"schema": 1, "what": what}), with_hf=job.against_hf
+        )
+    finally:
+        os.close(handle)
+    for failure in made.failures:
+        say(failure)
+    return (0 if made.passed else 6), made
+
+
 def run_plan(job: PlanJob) -> tuple[int, Any]:
     """Read and tokenise the rows and say what extracting them would take."""
     chosen = {name: formats.find(name) for name in job.formats}
@@ -232,6 +261,7 @@ def run_extract(job: driver.ExtractJob) -> tuple[int, Any]:
 
 JOBS: dict[str, tuple[Any, Callable[[Any], tuple[int, Any]]]] = {
     "try": (TryJob, run_try),
+    "probe": (ProbeJob, run_probe),
     "plan": (PlanJob, run_plan),
     "extract": (driver.ExtractJob, run_extract),
     "verify": (VerifyJob, run_verify),

@@ -100,6 +100,7 @@ class Keeper:
         pieces, rows = self._pieces(batch)
         if not pieces:
             return
+        self.state.shared_forwards += len(pieces) > 1
         reason = self._unfit(batch, states)
         slot = None if reason else self.writers.take_slot(SLOT_WAIT)
         if slot is None:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 from capture import code_hash
 from capture.dump import TapState
 from capture.keeper import Keeper
-from capture.layers import inner_model, resolve
+from capture.layers import boundaries_of, inner_model, resolve
+from capture.rank_sums import RankSums
 from capture.settings import TapSettings
 
 logger = logging.getLogger("sglang.layertap")
@@ -41,7 +43,11 @@ class Tap:
         self.layers = resolve(runner.model, settings.layers, sglang.__version__)
         self.pre_norm: Any = None
         self.keeper: Keeper | None = None
-        if get_tp_group().rank_in_group == 0:
+        rank, model = get_tp_group().rank_in_group, runner.model
+        self.rank_sums = RankSums(
+            Path(settings.dump_dir), settings.secret, rank, lambda: boundaries_of(model, self.layers.serve_ids)
+        )
+        if rank == 0:
             self.keeper = Keeper(
                 settings,
                 TapState(
@@ -98,8 +104,10 @@ class Tap:
         if not isinstance(result, tuple) or last is None:
             return self._refuse(batch, "the model's forward gave no states of its layers", result)
         final, aux = result
+        states = [*self._parts(aux), final, last]
+        self.rank_sums.take(batch, states)
         if self.keeper:
-            self.keeper.take(batch, [*self._parts(aux), final, last])
+            self.keeper.take(batch, states)
         return final
 
     def _parts(self, aux: Any) -> list[Any]:

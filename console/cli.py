@@ -398,6 +398,27 @@ def try_prompt(
 
 
 @app.command
+def probe(*, against_hf: bool = False, port: int | None = None, common: Common = COMMON) -> int:
+    """Show by drawing that a server is safe to draw from: alone, in a batch, on every rank; exit 6 where it is not.
+
+    Args:
+        against_hf: compare with a Hugging Face forward on the host's CPU too, where its memory holds the model.
+        port: port of the server, where several run.
+    """
+    from console import headless, words
+
+    with _session(common) as session:
+        run = headless.follow_job(
+            session,
+            session.start("probe", {"against_hf": against_hf}, port)["id"],
+            lambda now: f"{now['what']} …",
+        )
+        code, result = session.finish(run)
+        headless.out(result, common.json, words.probed)
+        return code
+
+
+@app.command
 def plan(
     rows: Path,
     *,

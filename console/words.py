@@ -102,6 +102,58 @@ def server(status: dict[str, Any]) -> Iterator[str]:
         yield f"  stacks: {status['stacks']}"
 
 
+def probed(made: dict[str, Any]) -> Iterator[str]:
+    """What a probe came to in lines."""
+    sign = "+" if made["passed"] else "!"
+    yield f"{sign} {probe_head(made)}, in {duration(made['seconds'])}"
+    yield f"  {made['model_class']} in {made['dtype']}, SGLang {made['sglang']}"
+    yield from (f"  {text}" for text in layers(made["layers"]))
+    yield from (f"  {text}" for text in probe_findings(made))
+
+
+def probe_head(made: dict[str, Any]) -> str:
+    """How a probe went and what it sent: `probe passed: prompts of 3, 64 and 1,500 tokens on 2 ranks`."""
+    ranks = "one rank" if made["ranks"] == 1 else f"{made['ranks']} ranks"
+    *first, last = [f"{length:,}" for length in made["lengths"]]
+    sent = f"{', '.join(first)} and {last}" if first else last
+    return f"probe {'passed' if made['passed'] else 'FAILED'}: prompts of {sent} tokens on {ranks}"
+
+
+def probe_findings(made: dict[str, Any]) -> Iterator[str]:
+    """What a probe found, in lines; what is wrong begins with `!`."""
+    for failure in made["failures"]:
+        yield f"! {failure}"
+    if made["passed"]:
+        yield "each gave one dump, sound and with the ids that were sent"
+        if made["ranks"] > 1:
+            yield f"all {made['ranks']} ranks saw the same bits of every state"
+    if made["compared"]:
+        worst = min(made["compared"], key=lambda one: one["least"])
+        limit = made["tolerance"]
+        strays = sum(one["strays"] for one in made["compared"])
+        shared = made["shared_forwards"]
+        yield (
+            f"alone against together: least cosine {worst['least']:.7g} ({worst['tokens']:,} tokens, "
+            f"{worst['state']}), {strays:,} at {limit['near']} or less ({limit['why']})"
+        )
+        if not shared:
+            yield "? SGLang never took two of the prompts into one forward, so batching was not shown"
+    for one in made["against_hf"] or []:
+        yield (
+            f"against Hugging Face, {one['tokens']:,} tokens: {one['state']} least cosine {one['least']:.5f}, median "
+            f"{one['median']:.7g}, nearest to hidden_states[{one['nearest']}]"
+        )
+
+
+def layers(resolved: dict[str, Any]) -> Iterator[str]:
+    """Layers as the loaded model resolved them, in lines: which tensors, and the ids that a drafter's config needs."""
+    outputs, boundaries = (", ".join(map(str, resolved[name])) for name in ("outputs", "boundaries"))
+    yield f"tensors: outputs of layers {outputs}, which are Hugging Face's hidden_states[{boundaries}]"
+    yield f"drafter's config: eagle_aux_hidden_state_layer_ids = {resolved['serve_ids']} under this SGLang"
+    for other in resolved["serve_ids_elsewhere"]:
+        yield f"  {other['ids']} under SGLang {other['sglang']}"
+
+
 def stacks(report: dict[str, Any]) -> Iterator[str]:
     """Where a server's processes stand, in lines."""
     yield f"stacks of {report['run']} at {when(report['at'])}"
@@ -233,6 +285,8 @@ def event(one: dict[str, Any]) -> str:
         elif one["event"] == "stopped":
             left = "; ".join(one["left"]) or "nothing"
             text = f"stopped in {one['seconds']} s ({one['how']}), left behind: {left}"
+        elif one["event"] == "probed":
+            text = f"{probe_head(one)}{', as it was asked before' if one['earlier'] else ''}"
         else:
             text = EVENTS[one["event"]].format(**facts)
     except (KeyError, TypeError, ValueError):
@@ -242,7 +296,7 @@ def event(one: dict[str, Any]) -> str:
 
 def progress(now: dict[str, Any]) -> str:
     """An extraction's progress in one line."""
-    if now["phase"] in ("preparing", "tokenising"):
+    if now["phase"] in ("preparing", "tokenising", "probing"):
         return f"{now['phase']} … {now['rows']:,} rows" if now.get("rows") else f"{now['phase']} …"
     if now["phase"] == "relaunching":
         return "the server died and is launched again …"

@@ -88,10 +88,11 @@ def test_the_driver_is_killed_and_the_same_command_finishes(
     until(lambda: (now := layertap.progress(output)) and 0 < now["written"] < 200)
     os.kill(layertap.run_of("extract")["running"]["child"]["pid"], signal.SIGKILL)
     assert console.wait(60) == 9
-    assert [event["event"] for event in history(layertap)] == ["started", "prepared", "ended"]
+    assert [event["event"] for event in history(layertap)] == ["started", "probed", "prepared", "ended"]
     assert history(layertap)[-1]["signal"] == signal.SIGKILL
     layertap("extract", rows, "--output", output)
-    _, prepared, finished, _ = history(layertap)
+    _, probed, prepared, finished, _ = history(layertap)
+    assert (probed["passed"], probed["earlier"]) == (True, True)  # the killed run had it probed
     assert (prepared["resumed"], prepared["samples"], prepared["written"] > 0) == (True, 250, True)
     assert (finished["event"], finished["samples"], finished["written"]) == ("finished", 250, 250)
     check(layertap, output, 250)

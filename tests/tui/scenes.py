@@ -82,7 +82,15 @@ def server(**known: Any) -> dict[str, Any]:
         "tap": {
             "inside": True,
             "sglang": "0.5.16",
-            "layers": {"boundaries": [3, 31, 59], "outputs": [2, 30, 58], "serve_ids": [3, 31, 59]},
+            "layers": {
+                "boundaries": [3, 31, 59],
+                "outputs": [2, 30, 58],
+                "serve_ids": [3, 31, 59],
+                "serve_ids_elsewhere": [
+                    {"ids": [2, 30, 58], "sglang": ">=0.5.9,<0.5.13"},
+                    {"ids": [3, 31, 59], "sglang": ">=0.5.13"},
+                ],
+            },
             "bytes_per_token": 71_680,
             "hidden": 7168,
             "dtype": "bfloat16",

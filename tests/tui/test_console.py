@@ -16,7 +16,7 @@ STOPPED = {"id": "server-20261129-135548-a1b2", "seconds": 4.1, "how": "asked", 
 SIZE = (120, 40)
 ANSWERS: dict[str, Any] = {
     "all": [],
-    "gate": {"findings": [], "effective": {}},
+    "gate": {"findings": [], "effective": {}, "probe": None},
     "doctor": {"schema": 1, "arrived": 0.0, "answered": 0.0, "checks": []},
 }
 

@@ -43,7 +43,7 @@ ANSWERS: dict[str, Any] = {
         "answered": time.time(),
         "checks": msgspec.to_builtins(CHECKS),
     },
-    "gate": {"findings": [], "effective": {}},
+    "gate": {"findings": [], "effective": {}, "probe": None},
     "all": RUNS,
     "run": lambda run_id: next(run for run in RUNS if run["id"] == run_id),
     "status": lambda run_id: SCENES["live"]["server"] | RUNS[1],

@@ -12,13 +12,31 @@ from textual.widgets import Input, Select
 from backends.errors import Locked
 
 SIZE = (140, 60)
-SAFE: dict[str, Any] = {"findings": [], "effective": {}}
+SAFE: dict[str, Any] = {"findings": [], "effective": {}, "probe": None}
 UNSAFE = {
     "findings": [
         {"id": "radix", "fatal": True, "what": "the prefix cache is on", "remedy": "start with --disable-radix-cache"},
         {"id": "kv_cache", "fatal": False, "what": "the KV cache is fp8", "remedy": "serve with the same"},
     ],
     "effective": {},
+    "probe": None,
+}
+PROBED: dict[str, Any] = {
+    "at": 1_700_000_000.0,
+    "passed": True,
+    "ranks": 8,
+    "lengths": [3, 64, 1500, 2500, 8192],
+    "layers": {
+        "outputs": [2, 30, 58],
+        "boundaries": [3, 31, 59],
+        "serve_ids": [3, 31, 59],
+        "serve_ids_elsewhere": [{"ids": [2, 30, 58], "sglang": ">=0.5.9,<0.5.13"}],
+    },
+    "shared_forwards": 2,
+    "tolerance": {"near": 0.999, "strays": 0.0, "floor": 0.999, "why": "16 bits"},
+    "compared": [{"tokens": 64, "state": "aux_1", "least": 0.99987, "strays": 0}],
+    "against_hf": None,
+    "failures": [],
 }
 
 pytestmark = pytest.mark.asyncio
@@ -60,7 +78,7 @@ async def test_the_gate_s_word() -> None:
 
 
 async def test_what_runs_with_what_it_resolved() -> None:
-    app = made({"findings": [], "effective": {"tp_size": "8", "api_key": "***"}})
+    app = made(SAFE | {"effective": {"tp_size": "8", "api_key": "***"}})
     app.feed.scene["server"]["details"]["env"] = {"NCCL_DEBUG": "WARN", "HF_TOKEN": "***"}
     async with app.run_test(size=(140, 120)) as pilot:
         await opened(pilot)
@@ -79,6 +97,48 @@ async def test_what_the_gate_objects_to() -> None:
         await opened(pilot)
         for text in ("! the prefix cache is on", "-> start with --disable-radix-cache", "? the KV cache is fp8"):
             await until_shown(pilot, text)
+
+
+async def test_what_a_probe_showed() -> None:
+    app = made(SAFE | {"probe": PROBED})
+    async with app.run_test(size=SIZE) as pilot:
+        await opened(pilot)
+        for text in (
+            "+ probe passed: prompts of 3, 64, 1,500, 2,500 and 8,192 tokens on 8 ranks",
+            "tensors: outputs of layers 2, 30, 58, which are Hugging Face's hidden_states[3, 31, 59]",
+            "drafter's config: eagle_aux_hidden_state_layer_ids = [3, 31, 59] under this SGLang",
+            "[2, 30, 58] under SGLang >=0.5.9,<0.5.13",
+            "all 8 ranks saw the same bits of every state",
+            "alone against together: least cosine 0.99987 (64 tokens, aux_1)",
+        ):
+            await until_shown(pilot, text)
+
+
+async def test_a_probe_by_key_and_what_it_finds_wrong() -> None:
+    app = made()
+    failed = PROBED | {"passed": False, "failures": ["64 tokens alone: aux_1 differs between rank 0 and rank 1"]}
+    run = {"id": "probe-1", "state": "running", "exit": None, "result": None, "progress": {"what": "64 tokens alone"}}
+    ended = run | {"state": "exited", "exit": {"code": 6, "signal": None}, "result": failed}
+    stages = [run] * 3 + [ended]
+    app.feed.answers |= {"start": run, "run": lambda run_id: stages.pop(0) if len(stages) > 1 else ended}
+    async with app.run_test(size=SIZE) as pilot:
+        await opened(pilot)
+        await until_shown(pilot, "not probed yet: ctrl+r")
+        await pilot.press("ctrl+r")
+        await until_shown(pilot, "~ probing 64 tokens alone …")
+        await until_shown(pilot, "! probe FAILED: prompts of 3, 64, 1,500, 2,500 and 8,192 tokens on 8 ranks")
+        await until_shown(pilot, "! 64 tokens alone: aux_1 differs between rank 0 and rank 1")
+    assert asked(app, "start") == [{"kind": "probe", "job": {}, "port": 30000}]
+
+
+async def test_a_probe_during_an_extraction_says_why_not() -> None:
+    app = made()
+    app.feed.answers |= {"start": Locked("another job draws from the server")}
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        await opened(pilot)
+        await pilot.press("ctrl+r")
+        await until_shown(pilot, "another job draws from the server")
+        await until_shown(pilot, "not probed yet: ctrl+r")
 
 
 async def test_the_form_begins_as_the_launch_before_was() -> None:
@@ -157,7 +217,9 @@ async def test_read_only_launches_nothing() -> None:
         await opened(pilot)
         await pilot.press("ctrl+l")
         await until_shown(pilot, "--read-only")
-        assert asked(app, "launch") == []
+        await pilot.press("ctrl+r")
+        await pilot.pause()
+        assert asked(app, "launch") == asked(app, "start") == []
 
 
 async def test_without_a_server_before_there_is_a_form_to_fill() -> None:

@@ -153,6 +153,7 @@ def test_what_the_gate_says(agent: Agent, server: Callable[..., Run]) -> None:
         "graphs_decode",
     }
     assert said["effective"] == {"api_key": "***", "tp_size": "1"}
+    assert said["probe"] is None
     agent.stop(run.id)
     with pytest.raises(RunDied, match=f"the server {run.id} is dead"):
         agent.gate(run.id)
@@ -204,7 +205,7 @@ def test_what_a_job_of_a_stopped_server_left_is_named(
 def test_a_job_of_an_unknown_kind(agent: Agent) -> None:
     with pytest.raises(UsageError) as failed:
         agent.start("dance", {})
-    assert str(failed.value) == "no job is called 'dance'; there are try, plan, extract, verify, sample, doctor"
+    assert str(failed.value) == "no job is called 'dance'; there are try, probe, plan, extract, verify, sample, doctor"
 
 
 @pytest.mark.parametrize("kind", ["try", "extract"])

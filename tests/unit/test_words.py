@@ -289,6 +289,7 @@ def progress(**known: Any) -> dict[str, Any]:
         ({"failed": 2, "eta_seconds": None}, "2,500 / 10,000 samples · 4,322 tok/s · 123 GB · 2 failed"),
         ({"tokens_per_second": None, "eta_seconds": None}, "2,500 / 10,000 samples · 123 GB"),
         ({"phase": "preparing"}, "preparing …"),
+        ({"phase": "probing"}, "probing …"),
         ({"phase": "tokenising"}, "tokenising …"),
     ],
 )
@@ -584,6 +585,14 @@ def test_figures_that_are_not_finite() -> None:
             {"event": "gate", "id": "radix", "fatal": True, "what": "the cache is on", "remedy": "turn it off"},
             "gate: the cache is on; turn it off",
         ),
+        (
+            {"event": "probed", "passed": True, "earlier": False, "lengths": [3, 64, 1500], "ranks": 8},
+            "probe passed: prompts of 3, 64 and 1,500 tokens on 8 ranks",
+        ),
+        (
+            {"event": "probed", "passed": False, "earlier": True, "lengths": [3], "ranks": 1},
+            "probe FAILED: prompts of 3 tokens on one rank, as it was asked before",
+        ),
         ({"event": "retry", "sample": 3, "reason": "/generate:\n 500"}, "sample 3 is drawn again: /generate: 500"),
         (
             {"event": "failed", "sample": 3, "file": "r.jsonl", "line": 4, "reason": "not finite"},
@@ -601,6 +610,62 @@ def test_figures_that_are_not_finite() -> None:
 )
 def test_an_event(event: dict[str, Any], said: str) -> None:
     assert words.event({"at": 1.0, **event}) == said
+
+
+PROBED: dict[str, Any] = {
+    "passed": True,
+    "seconds": 2.4,
+    "model_class": "KimiK25ForConditionalGeneration",
+    "dtype": "bfloat16",
+    "sglang": "0.5.23",
+    "ranks": 2,
+    "lengths": [3, 2049],
+    "layers": {
+        "outputs": [2, 30, 58],
+        "boundaries": [3, 31, 59],
+        "serve_ids": [3, 31, 59],
+        "serve_ids_elsewhere": [{"ids": [2, 30, 58], "sglang": ">=0.5.9,<0.5.13"}],
+    },
+    "shared_forwards": 1,
+    "tolerance": {"near": 0.999, "strays": 0.05, "floor": 0.9, "why": "16 bits"},
+    "compared": [
+        {"tokens": 3, "state": "aux_0", "least": 1.0, "strays": 0},
+        {"tokens": 2049, "state": "final", "least": 0.9981, "strays": 2},
+    ],
+    "against_hf": None,
+    "failures": [],
+}
+
+
+def test_a_probe_that_passed() -> None:
+    assert list(words.probed(PROBED)) == [
+        "+ probe passed: prompts of 3 and 2,049 tokens on 2 ranks, in 3 s",
+        "  KimiK25ForConditionalGeneration in bfloat16, SGLang 0.5.23",
+        "  tensors: outputs of layers 2, 30, 58, which are Hugging Face's hidden_states[3, 31, 59]",
+        "  drafter's config: eagle_aux_hidden_state_layer_ids = [3, 31, 59] under this SGLang",
+        "    [2, 30, 58] under SGLang >=0.5.9,<0.5.13",
+        "  each gave one dump, sound and with the ids that were sent",
+        "  all 2 ranks saw the same bits of every state",
+        "  alone against together: least cosine 0.9981 (2,049 tokens, final), 2 at 0.999 or less (16 bits)",
+    ]
+
+
+def test_a_probe_that_failed() -> None:
+    against = {"tokens": 3, "state": "aux_0", "least": 0.5, "median": 0.75, "boundary": 3, "nearest": 2}
+    made = PROBED | {"passed": False, "failures": ["x is wrong"], "shared_forwards": 0, "against_hf": [against]}
+    said = list(words.probed(made))
+    assert said[0] == "! probe FAILED: prompts of 3 and 2,049 tokens on 2 ranks, in 3 s"
+    assert said[5:] == [
+        "  ! x is wrong",
+        "  alone against together: least cosine 0.9981 (2,049 tokens, final), 2 at 0.999 or less (16 bits)",
+        "  ? SGLang never took two of the prompts into one forward, so batching was not shown",
+        "  against Hugging Face, 3 tokens: aux_0 least cosine 0.50000, median 0.75, nearest to hidden_states[2]",
+    ]
+
+
+def test_a_probe_that_drew_nothing() -> None:
+    said = list(words.probed(PROBED | {"passed": False, "failures": ["/generate answered 500"], "compared": []}))
+    assert said[5:] == ["  ! /generate answered 500"]
 
 
 def test_a_run_with_its_events() -> None:

@@ -18,10 +18,11 @@ from textual.widgets import Button, Input, Label, Select, Static
 from backends.errors import LayertapError, UsageError
 from backends.sglang import Launch, Overrides, mask_argv
 from capture.layers import LayerChoice
-from console import DEFAULT_PORT
+from console import DEFAULT_PORT, words
 from console.feed import Feed
 from console.launching import differences, flags, layer_choice, pairs, shown
 from console.session import Session
+from console.tui.jobs import finish_job
 from console.tui.screens.base import HostScreen
 from console.tui.widgets.overview import ServerPanel
 from console.tui.widgets.panel import Panel, line, wrapped
@@ -58,6 +59,41 @@ class GatePanel(Panel):
         return lines
 
 
+class ProbePanel(Panel):
+    """What drawing from this server has shown: which tensors they are, and that they are whole."""
+
+    title = "Probe"
+
+    def __init__(self, **known: Any) -> None:
+        super().__init__(**known)
+        self.found: dict[str, Any] | None = None
+        self.doing: str | None = None
+
+    def follow(self, progress: dict[str, Any] | None) -> None:
+        """Take in what a probe under way does; None once it has ended."""
+        self.doing = progress["what"] if progress else None
+
+    def paint(self, now: dict[str, Any], width: int) -> list[Content]:
+        """See `Panel`."""
+        tap = now["server"]["tap"] if now["server"] else None
+        found = self.found
+        resolved = (found or tap or {}).get("layers")
+        said = list(words.layers(resolved)) if resolved else []
+        if self.doing:
+            head = line(("~ probing ", "$text-warning"), f"{self.doing} …")
+        elif found is None:
+            head = line(("not probed yet: ctrl+r, or the next extraction, does it", "$foreground-muted"))
+        else:
+            sign, style = ("+", "$text-success") if found["passed"] else ("!", "$text-error")
+            head = line((f"{sign} {words.probe_head(found)}", style), f", {words.when(found['at'])}")
+            said += words.probe_findings(found)
+        lines = [head]
+        for text in said:
+            style = "$text-error" if text.startswith("! ") else "$text-warning" if text.startswith("? ") else ""
+            lines += wrapped(text, width, style, "", "    ")
+        return lines
+
+
 class RunningPanel(Panel):
     """What the server was started with, and what it says that it made of that; secrets are masked."""
 
@@ -89,6 +125,7 @@ class ServerScreen(HostScreen):
     BINDINGS = [  # noqa: RUF012
         Binding("ctrl+l", "launch", "Launch", id="server.launch"),
         Binding("ctrl+g", "gate", "Ask the gate", id="server.gate"),
+        Binding("ctrl+r", "probe", "Probe", id="server.probe"),
     ]
 
     def __init__(self, feed: Feed) -> None:
@@ -103,6 +140,7 @@ class ServerScreen(HostScreen):
             with Horizontal(id="state"):
                 yield ServerPanel(id="server")
                 yield GatePanel(id="gate")
+            yield ProbePanel(id="probe")
             with Horizontal(id="launching"):
                 with Vertical(id="form"):
                     yield Label("profile")
@@ -162,6 +200,21 @@ class ServerScreen(HostScreen):
         panel.findings = answer["findings"] if answer else None
         panel.why = "it could not be asked"
         self.query_one(RunningPanel).effective = answer["effective"] if answer else {}
+        self.query_one(ProbePanel).found = answer["probe"] if answer else None
+
+    def action_probe(self) -> None:
+        """Probe the live server."""
+        server = self.feed.snapshot()["server"]
+        if server and server["state"] == "running" and self.may_change():
+            self.run_worker(self._probe(server["port"]), exclusive=True, group="probe")
+
+    async def _probe(self, port: int) -> None:
+        panel = self.query_one(ProbePanel)
+        try:
+            _, panel.found = await finish_job(self.feed, "probe", {}, port, panel.follow)
+        except LayertapError as error:
+            self.notify(str(error), severity="error", timeout=12, markup=False)
+        panel.follow(None)
 
     @on(Select.Changed)
     @on(Input.Changed)

@@ -157,7 +157,7 @@ def extraction_lines(run: dict[str, Any], width: int) -> Iterable[Content]:
     formats = f"  {' + '.join(details['formats'])}" if details.get("formats") else ""
     source = str(details["rows"]).rpartition("/")[2]
     yield line((f"{sign} {name}", f"bold {SIGN_STYLES[sign]}"), f"   {source} -> {details['output']}{formats}")
-    if progress and progress["phase"] not in ("preparing", "tokenising"):
+    if progress and progress["phase"] not in ("preparing", "tokenising", "probing"):
         yield from _progress_lines(progress, width)
     elif going_on(run):
         yield _muted(f"{progress['phase'] if progress else 'preparing'} …")

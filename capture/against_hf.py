@@ -1,0 +1,131 @@
+"""The states of a few prompts against a forward of the same model in Hugging Face's transformers, on the CPU.
+
+It shares no code with SGLang, so it shows a layer that is off by one, a norm too many, or weights that were loaded
+otherwise. It runs in float32: where the server computes in 16 bits, cosines show that rounding and, in models with
+routed experts, the tokens for which it chose another expert.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from capture import memory
+from capture.chat import InputError
+
+MOST_TOKENS = 1500
+SPARE = 1.2  # the forward's own states beside the weights
+ROWS = 1024  # compared at once
+
+
+class Against(msgspec.Struct, frozen=True):
+    """A state of one prompt against Hugging Face's: cosines over its tokens.
+
+    `boundary` is the index in its `hidden_states` that it should be, `nearest` the one that it is nearest to on average
+    (for `last`, before the final norm, there is no index, and both are the number of layers).
+    """
+
+    tokens: int
+    state: str
+    least: float
+    median: float
+    boundary: int
+    nearest: int
+
+
+def cosines(one: Any, other: Any) -> Any:
+    """Cosine of each row of two states `[tokens, hidden]`, `[tokens]`."""
+    import torch
+
+    wide = torch.float64 if one.dtype == torch.float32 else torch.float32
+    pairs: Iterable[tuple[Any, Any]] = zip(one.split(ROWS), other.split(ROWS), strict=True)
+    return torch.cat([torch.nn.functional.cosine_similarity(a.to(wide), b.to(wide), dim=-1) for a, b in pairs])
+
+
+def require_room(model: Path) -> None:
+    """Raise InputError, before anything is drawn, for a model that a CPU here cannot hold in float32."""
+    try:
+        config = json.loads((model / "config.json").read_text())
+        needed = 4 * sum(_values(path) for path in model.glob("*.safetensors"))
+    except (OSError, ValueError, struct.error) as error:
+        raise InputError(f"{model}: {error}") from error
+    if (config.get("text_config") or config).get("quantization_config") or config.get("quantization_config"):
+        raise InputError(f"{model} is quantised; a Hugging Face forward on a CPU needs it as it was before that")
+    if not needed:
+        raise InputError(f"{model} has no safetensors; a Hugging Face forward cannot be made of it")
+    free = memory.available()
+    if needed * SPARE > free:
+        raise InputError(
+            f"a Hugging Face forward of {model} takes {needed * SPARE / 1e9:,.1f} GB of memory in float32, "
+            f"{free / 1e9:,.1f} GB are free here; probe without --against-hf, or a smaller model of that architecture"
+        )
+
+
+def _values(path: Path) -> int:
+    """How many values the tensors of a safetensors file have, by its header."""
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(size))
+    tensors = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+    total = 0
+    for shape in tensors:
+        count = 1
+        for length in shape:
+            count *= length
+        total += count
+    return total
+
+
+def compare(
+    model: Path, drawn: list[tuple[list[int], dict[str, Any]]], boundaries: list[int], trust_remote_code: bool
+) -> list[Against]:
+    """Each prompt's drawn states against a forward of the model; raises InputError where it does not load."""
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    loaded = _load(model, trust_remote_code)
+    decoder = loaded.get_decoder()
+    seen: dict[str, Any] = {}
+    if isinstance(norm := getattr(decoder, "norm", None), torch.nn.Module):
+        norm.register_forward_pre_hook(lambda _module, given: seen.update(last=given[0][0]))
+    found = []
+    for ids, states in drawn:
+        with torch.no_grad():
+            hidden = [
+                state[0]
+                for state in loaded(
+                    input_ids=torch.tensor([ids]), output_hidden_states=True, use_cache=False
+                ).hidden_states
+            ]
+        layers = len(hidden) - 1
+        expected = {f"aux_{i}": boundary for i, boundary in enumerate(boundaries)} | {"final": layers, "last": layers}
+        for name, boundary in expected.items():
+            if name == "last":
+                if "last" not in seen:
+                    continue
+                cosine, nearest = cosines(states[name], seen["last"]), boundary
+            else:
+                cosine = cosines(states[name], hidden[boundary])
+                nearest = max(range(layers + 1), key=lambda at: float(cosines(states[name], hidden[at]).mean()))
+            found.append(Against(len(ids), name, float(cosine.min()), float(cosine.median()), boundary, nearest))
+    return found
+
+
+def _load(model: Path, trust_remote_code: bool) -> Any:
+    import torch
+    import transformers
+
+    options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, "local_files_only": True}
+    reasons = []
+    for kind in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
+        try:
+            return kind.from_pretrained(model, **options).eval()
+        except Exception as error:  # of whatever kind: transformers and a model's own code raise what they like
+            reasons.append(str(error).splitlines()[0] if str(error) else type(error).__name__)
+    raise InputError(f"transformers {transformers.__version__} does not load {model}: {reasons[0]}")
