@@ -153,7 +153,7 @@ class Engines:
     def stop(self, key: str) -> runs.Stopped:
         """Stop one server and show that nothing is left."""
         stopped = runs.stop(self.alive.pop(key).run, "the test is over")
-        assert stopped.left == []
+        assert stopped.left == [], stopped.left
         return stopped
 
 

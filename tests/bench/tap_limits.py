@@ -1,13 +1,12 @@
-"""What the tap and a whole extraction cost a server, and what bounds them, measured in one run on one GPU.
+"""What bounds the tap and a whole extraction, part by part, on one GPU; `tap.py` says what the tap itself costs.
 
-usage: python tests/bench/tap_speed.py FILE [PART ...]      writes FILE (JSON) after every part; all parts without a name
+usage: python tests/bench/tap_limits.py FILE [PART ...]     writes FILE (JSON) after every part; all parts without a name
 
 bytes    writing `.pt` files to tmpfs, hashed and deleted again, by several processes: as `torch.save` does it through
          a stream, into fresh files, into files that are kept; and the output's disk
 feed     the tap alone: states of 7168 on the GPU, given to it as fast as slots come free, by number of writers
-shallow  a server with 8 layers 7168 wide, the stress of about 15 GB/s of states: prompts of ours against the same prompts
-         as a stranger's, which the tap lets pass; then `layertap extract` of them to tmpfs and to disk
-deep     the same with 61 layers and eight wider experts a token, at the pace of a large model
+deep     a server with 61 layers and eight wider experts a token, at the pace of a large model: prompts of ours against the
+         same prompts as a stranger's, which the tap lets pass; then `layertap extract` of them to tmpfs and to disk
 short    an extraction of very many short prompts: what memory its processes have, in the course of it
 """
 
@@ -18,7 +17,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -26,43 +24,42 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "engine")]
+import torch
+from engines import running
+from serving import (
+    FORWARD,
+    HIDDEN,
+    LIMITS,
+    MEMORY,
+    ROOT,
+    STATES,
+    TOKEN_BYTES,
+    TOKENS,
+    Cores,
+    Watched,
+    build,
+    gigabytes_per_second,
+    machine,
+    prefill,
+    prompts,
+    served,
+    write_rows,
+)  # fmt: skip
 
-import psutil  # noqa: E402
-import torch  # noqa: E402
-from engines import Engine, Engines, running  # noqa: E402
+from backends.embedded import models
+from capture import dump, pt
+from capture.keeper import Keeper
+from capture.layers import LayerChoice, Layers
+from capture.settings import TapSettings
+from capture.spares import Spares
 
-from backends import jobs  # noqa: E402
-from backends.embedded import models  # noqa: E402
-from capture import dump, pt  # noqa: E402
-from capture.draw import Drawer  # noqa: E402
-from capture.keeper import Keeper  # noqa: E402
-from capture.layers import LayerChoice, Layers  # noqa: E402
-from capture.settings import TapSettings  # noqa: E402
-from capture.spares import Spares  # noqa: E402
-from capture.writers import default_count  # noqa: E402
-
-HIDDEN, STATES, TOKENS, FORWARD = 7168, 5, 2048, 32768
-TOKEN_BYTES = STATES * HIDDEN * 2
-MEMORY = 48 << 30  # four slots of a forward of 2.3 GB each, dumps and spare files of twice that each
 ROUNDS = 3
-BACKENDS = {"attention_backend": "triton", "sampling_backend": "pytorch", "load_format": "dummy"}
-WIDTHS = {
-    "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128, "v_head_dim": 128, "intermediate_size": 4096, "moe_intermediate_size": 256,
-}  # fmt: skip
-
-
-def gigabytes_per_second(count: float, seconds: float) -> float:
-    return round(count / seconds / 1e9, 2)
 
 
 # --- bytes ---
@@ -234,149 +231,15 @@ def measure_feed() -> dict[str, Any]:
     return found
 
 
-# --- shallow, deep ---
-
-
-def build(folder: Path, layers: int, **widths: int) -> Path:
-    """A DeepSeek-V3 shape of `layers` layers, 7168 wide, whose weights SGLang makes up."""
-    config = models._deepseek_shape(layers=layers, hidden=HIDDEN, **WIDTHS | widths)
-    config.architectures = ["DeepseekV3ForCausalLM"]
-    folder.mkdir()
-    config.save_pretrained(folder)
-    text = json.loads((folder / "config.json").read_text()) | models.DEEPSEEK_FOR_SGLANG
-    (folder / "config.json").write_text(json.dumps(text))
-    models._save_tokenizer(folder)
-    return folder
-
-
-def prompts(count: int, tokens: int = TOKENS) -> list[list[int]]:
-    return [[(17 * i * i + 31 * n + i * n) % 1000 + 9 for i in range(tokens)] for n in range(count)]
-
-
-async def prefill(engine: Engine, asked: list[list[int]], *, tapped: bool) -> float:
-    """Tokens/s of `asked`; where `tapped`, until every dump has come and is deleted."""
-    tap = engine.tap
-    room = asyncio.Semaphore(tap.dump_bytes // tap.bytes_per_token // TOKENS)
-    loop = asyncio.get_running_loop()
-    with ThreadPoolExecutor(4) as pool:
-        async with Drawer(engine.server, tap) as drawer:
-
-            async def one(row: int, ids: list[int]) -> None:
-                async with room:
-                    if tapped:
-                        _, folder = await drawer.draw(row, 0, ids)
-                        await loop.run_in_executor(pool, dump.remove, folder)
-                    else:
-                        await drawer._generate(f"stranger.{drawer.name}.{row}", ids)
-
-            begun = time.perf_counter()
-            await asyncio.gather(*(one(row, ids) for row, ids in enumerate(asked)))
-            return len(asked) * TOKENS / (time.perf_counter() - begun)
-
-
-class Watched:
-    """An extraction and what its processes took: `private` bytes of memory (not what they map), seen twice a second."""
-
-    def __init__(self, engines: Engines, engine: Engine, rows: Path, output: Path) -> None:
-        job = {
-            "rows": str(rows), "output": str(output), "formats": ["native"], "options": {}, "layertap": "bench",
-            "allow_volatile": True,
-        }  # fmt: skip
-        self.run = jobs.start_job(engines.runs, engines.payload, "extract", job, engine.run.spec.port)
-        self.memory: list[dict[str, Any]] = []
-        before, begun, ended = engine.tap, 0.0, 0.0
-        next_look = 0.0
-        while self.run.exit is None:
-            now = self.progress()
-            if now.get("phase") == "extracting" and not begun:
-                begun = time.perf_counter()
-            if now.get("phase") == "finished" and not ended:
-                ended = time.perf_counter()
-            if time.perf_counter() > next_look and begun:
-                self.memory.append({"written": now["written"]} | private_bytes(engine, self.run))
-                next_look = time.perf_counter() + 0.5
-            time.sleep(0.02)
-        ended = ended or time.perf_counter()
-        done, tap = self.progress(), engine.tap
-        if self.run.exit.code != 0:
-            print(self.run.log.read_text()[-3000:], flush=True)
-        self.figures = {
-            "exit": self.run.exit.code,
-            "samples": done["written"],
-            "seconds": round(ended - begun, 2),
-            "tokens_per_second": round(done["tokens_written"] / (ended - begun)),
-            "gb_per_second": gigabytes_per_second(done["bytes_written"], ended - begun),
-            "drawn_again": self.run.log.read_text().count("drawn again"),
-            "slot_wait_seconds": round(tap.slot_wait_seconds - before.slot_wait_seconds, 2),
-            "writers_lost": tap.writers_lost,
-        }
-        shutil.rmtree(output)
-
-    def progress(self) -> dict[str, Any]:
-        try:
-            return dict(json.loads((self.run.folder / "progress.json").read_text()))
-        except (OSError, ValueError):
-            return {}
-
-
-def private_bytes(engine: Engine, job: Any) -> dict[str, int]:
-    """Private memory of scheduler, writers and driver, and bytes on the dumps' file system."""
-
-    def of(pid: int) -> int:
-        try:
-            memory = psutil.Process(pid).memory_info()
-        except psutil.Error:
-            return 0
-        return int(memory.rss - memory.shared)
-
-    tap, disk = engine.tap, shutil.disk_usage(engine.dump_dir)
-    return {
-        "scheduler": of(tap.pid),
-        "writers": sum(of(pid) for pid in tap.writer_pids),
-        "driver": of(job.running.child.pid) if job.running else 0,
-        "tmpfs": disk.used,
-    }
-
-
-def write_rows(path: Path, asked: list[list[int]]) -> Path:
-    with path.open("w") as file:
-        file.writelines(json.dumps({"input_ids": ids, "loss_mask": [1] * len(ids)}) + "\n" for ids in asked)
-    return path
-
-
-@contextmanager
-def served(engines: Engines, model: Path, **args: Any) -> Iterator[Engine]:
-    begun = time.perf_counter()
-    engine = engines.get("base", model=model, layers=LayerChoice(boundaries=[2, 4, 5]), **BACKENDS, **args)
-    print(f"ready after {time.perf_counter() - begun:.0f} s; {engine.tap}", flush=True)
-    yield engine
-    engines.stop(next(key for key, alive in engines.alive.items() if alive is engine))
-
-
-class Cores:
-    """How many cores the scheduler, the writers, this process (the client) and all together were using."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.pids = {"scheduler": [engine.tap.pid], "writers": engine.tap.writer_pids, "client": [os.getpid()]}
-        self.before, self.begun = self.seconds(), time.perf_counter()
-        psutil.cpu_percent()
-
-    def seconds(self) -> dict[str, float]:
-        return {who: sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids) for who, pids in self.pids.items()}
-
-    def used(self) -> dict[str, float]:
-        wall, total = time.perf_counter() - self.begun, psutil.cpu_percent() / 100 * (os.cpu_count() or 1)
-        now = self.seconds()
-        return {who: round((now[who] - self.before[who]) / wall, 2) for who in now} | {"all": round(total, 2)}
+# --- deep ---
 
 
 def measure_server(layers: int, rows: int, disk_rows: int, **widths: int) -> dict[str, Any]:
     """Without and with the tap in turn, then the whole extraction to tmpfs and to disk."""
     found: dict[str, Any] = {"layers": layers, "rounds": []}
     with tempfile.TemporaryDirectory(prefix="layertap-bench-") as name, running() as engines:
-        limits = {"context_length": 4104, "max_prefill_tokens": FORWARD, "max_total_tokens": 8 * FORWARD}
         model = build(Path(name) / "model", layers, **widths)
-        with served(engines, model, memory=MEMORY, mem_fraction_static=0.6, **limits) as engine:
+        with served(engines, model, memory=MEMORY, mem_fraction_static=0.6, **LIMITS) as engine:
             asked = prompts(rows)
             for tapped in (False, True):  # compiles kernels, touches pages
                 asyncio.run(prefill(engine, asked[: max(64, rows // 4)], tapped=tapped))
@@ -434,7 +297,6 @@ def measure_short(count: int) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "bytes": measure_bytes,
-    "shallow": lambda: measure_server(8, 512, 64),
     "deep": lambda: measure_server(
         61, 64, 48, n_routed_experts=16, num_experts_per_tok=8, moe_intermediate_size=1024, n_group=1, topk_group=1
     ),
@@ -444,17 +306,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def main(path: Path, parts: list[str]) -> None:
-    import sglang
-
-    on_gpu = torch.cuda.is_available()
-    found: dict[str, Any] = {
-        "schema": 1,
-        "what": "tests/bench/tap_speed.py",
-        "machine": f"{torch.cuda.get_device_name() if on_gpu else 'no GPU'}, {len(os.sched_getaffinity(0))} cores",
-        "versions": {"sglang": sglang.__version__, "torch": torch.__version__, "kernel": platform.release()},
-        "bytes_per_token": TOKEN_BYTES,
-        "default_writers": default_count(1),
-    }
+    found: dict[str, Any] = {"schema": 1, "what": "tests/bench/tap_limits.py"} | machine()
     for part in parts or PARTS:
         begun = time.perf_counter()
         try:

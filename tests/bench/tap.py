@@ -1,0 +1,196 @@
+"""What the tap costs, against no tap and against the other ways to a model's states, in one run on one GPU.
+
+usage: python tests/bench/tap.py FILE      in SGLang's environment; prints a table, writes FILE (JSON)
+
+no tap            prompts of a stranger, which the tap lets pass: the ceiling
+captured          the states collected in the forward, and dropped
+copied            ... and copied into pinned memory
+tap               ... and written as dumps, which the client deletes: the whole tap
+in the forward    each state by `.cpu()` and `torch.save` before the forward goes on, as a first patch would
+JSON              SGLang's own `return_hidden_states`, which gives the last layer only
+transformers      a loop of Hugging Face forwards, one prompt at a time, without and with saving the states
+
+The model has 8 layers, 7168 wide (DeepSeek-V3's shape, weights made up), and so makes far more states a second than any
+real one of that width: what does not show here shows nowhere. Ratios are those of medians over rounds in which the
+ways follow one another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import ways
+from engines import Engine, running
+from serving import (
+    BOUNDARIES,
+    LIMITS,
+    MEMORY,
+    TOKEN_BYTES,
+    TOKENS,
+    WIDTHS,
+    Cores,
+    Watched,
+    build,
+    gigabytes_per_second,
+    machine,
+    prefill,
+    prompts,
+    served,
+    write_rows,
+)  # fmt: skip
+
+ROUNDS = 3
+ROWS = 384
+SLOW_ROWS = 48  # for ways that take a hundredth of the pace
+JSON_ROWS = 2  # each answer has 160 MB
+DISK_ROWS = 64
+SERVERS: dict[str, dict[str, Any]] = {  # what is different from the base profile
+    "as launched": {},
+    "overlap schedule": {"disable_overlap_schedule": None},
+    "overlap schedule, 12 writers": {"disable_overlap_schedule": None, "writers": 12},
+}
+FAST = {"no tap": None, "captured": ways.CAPTURED, "copied": ways.COPIED, "tap": ""}
+
+
+class Compared:
+    """Tokens/s by way, every round's."""
+
+    def __init__(self, engine: Engine, way: Path) -> None:
+        self.engine, self.way = engine, way
+        self.rounds: dict[str, list[int]] = {}
+        self.cores: dict[str, dict[str, float]] = {}
+
+    def go(self, name: str, asked: list[list[int]]) -> None:
+        way = FAST.get(name, ways.IN_THE_FORWARD)
+        self.way.write_text(way or "")
+        cores = Cores(self.engine)
+        rate = asyncio.run(prefill(self.engine, asked, tapped=way is not None, dropped=bool(way)))
+        self.rounds.setdefault(name, []).append(round(rate))
+        self.cores[name] = cores.used()
+        self.way.write_text("")
+        print(f"{name}: {rate:,.0f} tokens/s, cores {self.cores[name]}", flush=True)
+
+    def figures(self) -> dict[str, Any]:
+        medians = {name: statistics.median(rates) for name, rates in self.rounds.items()}
+        return {
+            "tokens_per_second": medians,
+            "gb_per_second": {name: gigabytes_per_second(rate * TOKEN_BYTES, 1) for name, rate in medians.items()},
+            "ratios": {name: round(rate / medians["no tap"], 4) for name, rate in medians.items()},
+            "rounds": self.rounds,
+            "cores": self.cores,
+        }
+
+
+def in_json(engine: Engine, asked: list[list[int]]) -> float:
+    """Tokens/s where SGLang answers with the last layer's states."""
+    body = {"sampling_params": {"max_new_tokens": 1, "temperature": 0}, "return_hidden_states": True}
+    begun = time.perf_counter()
+    for row, ids in enumerate(asked):
+        answer = engine.post("/generate", body | {"input_ids": ids, "rid": f"stranger.json.{begun}.{row}"})
+        assert len(answer["meta_info"]["hidden_states"][0]) == len(ids)
+    return len(asked) * TOKENS / (time.perf_counter() - begun)
+
+
+def with_transformers(model: Path, asked: list[list[int]]) -> dict[str, float]:
+    """Tokens/s of a Hugging Face forward after another, without and with saving the states to tmpfs."""
+    from transformers import AutoConfig, DeepseekV3ForCausalLM
+
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        loaded = DeepseekV3ForCausalLM(AutoConfig.from_pretrained(model)).eval()
+    torch.set_default_dtype(torch.float32)
+    found = {}
+    for name, save in (("transformers", False), ("transformers, saved", True)):
+        for part in (asked[:2], asked):  # the first compiles kernels
+            begun = time.perf_counter()
+            with torch.no_grad(), tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+                for ids in part:
+                    hidden = loaded.model(torch.tensor([ids], device="cuda"), output_hidden_states=True).hidden_states
+                    if save:
+                        for number, state in enumerate([*(hidden[b] for b in BOUNDARIES), hidden[-1], hidden[-2]]):
+                            torch.save(state[0].cpu(), Path(folder) / f"{number}.pt")
+                torch.cuda.synchronize()
+            found[name] = len(part) * TOKENS / (time.perf_counter() - begun)
+        print(f"{name}: {found[name]:,.0f} tokens/s", flush=True)
+    return found
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    model, asked, found = build(folder / "model", 8), prompts(ROWS), {}
+    plugin = folder / "plugin"
+    plugin.mkdir()
+    environment = {f"ENV_{name}": value for name, value in ways.environment(plugin).items()}
+    with running() as engines:
+        for server, other in SERVERS.items():
+            args = LIMITS | environment | {"enable_return_hidden_states": True, "mem_fraction_static": 0.6} | other
+            with served(engines, model, memory=MEMORY, **args) as engine:
+                compared = Compared(engine, plugin / "way")
+                for name in FAST:  # compiles kernels, touches pages
+                    compared.go(name, asked[:128])
+                compared.rounds.clear()
+                print(f"--- {server}", flush=True)
+                for _ in range(ROUNDS):
+                    waited = engine.tap.slot_wait_seconds
+                    for name in FAST:
+                        compared.go(name, asked)
+                    time.sleep(0.5)  # tap.json is renewed a few times a second
+                    print(f"waited for slots: {engine.tap.slot_wait_seconds - waited:.2f} s", flush=True)
+                if not found:
+                    compared.go("in the forward", asked[:SLOW_ROWS])
+                    compared.rounds["JSON"] = [round(in_json(engine, asked[:JSON_ROWS]))]
+                figures = compared.figures() | {"writers": len(engine.tap.writer_pids), "slots": engine.tap.slots}
+                found[server] = figures | {"extract": extracted(engines, engine, folder, asked, figures)}
+    return found
+
+
+def extracted(engines: Any, engine: Engine, folder: Path, asked: list[list[int]], figures: Any) -> dict[str, Any]:
+    """Whole extractions, to tmpfs and to disk."""
+    found = {}
+    for where, count, parent in (("tmpfs", len(asked), "/dev/shm"), ("disk", DISK_ROWS, None)):
+        source = write_rows(folder / "rows.jsonl", asked[:count])
+        with tempfile.TemporaryDirectory(prefix="layertap-bench-", dir=parent) as output:
+            found[where] = Watched(engines, engine, source, Path(output) / "out").figures
+        found[where]["ratio"] = round(found[where]["tokens_per_second"] / figures["tokens_per_second"]["no tap"], 4)
+        print(f"extract to {where}: {found[where]}", flush=True)
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    lines = []
+    for server, figures in found.items():
+        lines.append(f"{server:<32}{'tokens/s':>12}{'GB/s':>8}{'ratio':>9}")
+        for name, rate in figures["tokens_per_second"].items():
+            lines.append(
+                f"  {name:<30}{rate:>12,.0f}{figures['gb_per_second'][name]:>8}{figures['ratios'][name]:>9.1%}"
+            )
+    return "\n".join(lines)
+
+
+def main(path: Path) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="layertap-bench-"))
+    try:
+        found = measure(folder)
+        first = found["as launched"]
+        for name, rate in with_transformers(folder / "model", prompts(16)).items():
+            first["tokens_per_second"][name] = round(rate)
+            first["gb_per_second"][name] = gigabytes_per_second(rate * TOKEN_BYTES, 1)
+            first["ratios"][name] = round(rate / first["tokens_per_second"]["no tap"], 4)
+    finally:
+        shutil.rmtree(folder)
+    result = {"schema": 1, "what": "tests/bench/tap.py", "widths": WIDTHS} | machine()
+    result |= {"ratios": first["ratios"], "servers": found}
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
