@@ -1,6 +1,6 @@
 """What the tap costs, against no tap and against the other ways to a model's states, in one run on one GPU.
 
-usage: python tests/bench/tap.py FILE      in SGLang's environment; prints a table, writes FILE (JSON)
+usage: python tests/bench/tap.py FILE [RANKS]     in SGLang's environment; prints a table, writes FILE (JSON)
 
 no tap            prompts of a stranger, which the tap lets pass: the ceiling
 captured          the states collected in the forward, and dropped
@@ -12,7 +12,7 @@ transformers      a loop of Hugging Face forwards, one prompt at a time, without
 
 The model has 8 layers, 7168 wide (DeepSeek-V3's shape, weights made up), and so makes far more states a second than any
 real one of that width: what does not show here shows nowhere. Ratios are those of medians over rounds in which the
-ways follow one another.
+ways follow one another. With several RANKS only the first four are compared, on the server as it is launched.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SLOW_ROWS = 48  # for ways that take a hundredth of the pace
 JSON_ROWS = 2  # each answer has 160 MB
 DISK_ROWS = 64
 SERVERS: dict[str, dict[str, Any]] = {  # what is different from the base profile
-    "as launched": {},
+    "as launched": {"enable_return_hidden_states": True},
     "overlap schedule": {"disable_overlap_schedule": None},
     "overlap schedule, 12 writers": {"disable_overlap_schedule": None, "writers": 12},
 }
@@ -124,14 +124,14 @@ def with_transformers(model: Path, asked: list[list[int]]) -> dict[str, float]:
     return found
 
 
-def measure(folder: Path) -> dict[str, Any]:
+def measure(folder: Path, ranks: int) -> dict[str, Any]:
     model, asked, found = build(folder / "model", 8), prompts(ROWS), {}
     plugin = folder / "plugin"
     plugin.mkdir()
     environment = {f"ENV_{name}": value for name, value in ways.environment(plugin).items()}
     with running() as engines:
-        for server, other in SERVERS.items():
-            args = LIMITS | environment | {"enable_return_hidden_states": True, "mem_fraction_static": 0.6} | other
+        for server, other in list(SERVERS.items())[: 1 if ranks > 1 else None]:
+            args = LIMITS | environment | {"mem_fraction_static": 0.6, "tp_size": ranks} | other
             with served(engines, model, memory=MEMORY, **args) as engine:
                 compared = Compared(engine, plugin / "way")
                 for name in FAST:  # compiles kernels, touches pages
@@ -144,7 +144,7 @@ def measure(folder: Path) -> dict[str, Any]:
                         compared.go(name, asked)
                     time.sleep(0.5)  # tap.json is renewed a few times a second
                     print(f"waited for slots: {engine.tap.slot_wait_seconds - waited:.2f} s", flush=True)
-                if not found:
+                if not found and ranks == 1:
                     compared.go("in the forward", asked[:SLOW_ROWS])
                     compared.rounds["JSON"] = [round(in_json(engine, asked[:JSON_ROWS]))]
                 figures = compared.figures() | {"writers": len(engine.tap.writer_pids), "slots": engine.tap.slots}
@@ -175,22 +175,23 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(path: Path) -> None:
+def main(path: Path, ranks: int = 1) -> None:
     folder = Path(tempfile.mkdtemp(prefix="layertap-bench-"))
     try:
-        found = measure(folder)
+        found = measure(folder, ranks)
         first = found["as launched"]
-        for name, rate in with_transformers(folder / "model", prompts(16)).items():
-            first["tokens_per_second"][name] = round(rate)
-            first["gb_per_second"][name] = gigabytes_per_second(rate * TOKEN_BYTES, 1)
-            first["ratios"][name] = round(rate / first["tokens_per_second"]["no tap"], 4)
+        if ranks == 1:
+            for name, rate in with_transformers(folder / "model", prompts(16)).items():
+                first["tokens_per_second"][name] = round(rate)
+                first["gb_per_second"][name] = gigabytes_per_second(rate * TOKEN_BYTES, 1)
+                first["ratios"][name] = round(rate / first["tokens_per_second"]["no tap"], 4)
     finally:
         shutil.rmtree(folder)
-    result = {"schema": 1, "what": "tests/bench/tap.py", "widths": WIDTHS} | machine()
+    result = {"schema": 1, "what": "tests/bench/tap.py", "ranks": ranks, "widths": WIDTHS} | machine()
     result |= {"ratios": first["ratios"], "servers": found}
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(table(found), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

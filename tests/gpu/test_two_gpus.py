@@ -1,0 +1,162 @@
+"""Tensor parallel on two GPUs: every rank's bits, a rank that dies in mid-run, one that keeps the others waiting."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from engines import Engine, Engines
+from transformers import DeepseekV3ForCausalLM
+
+from backends import jobs, runs
+from backends.diagnose import Limits
+from backends.embedded import models
+from backends.gpus import Gpus
+from backends.watch import ServerWatch
+from capture import probe, rows
+from capture.layers import LayerChoice
+
+ARGS = {
+    "attention_backend": "triton", "sampling_backend": "pytorch", "mem_fraction_static": 0.3, "tp_size": 2,
+    "context_length": 8200, "max_prefill_tokens": 16384, "max_total_tokens": 65536, "memory": 8 << 30,
+}  # fmt: skip
+LENGTHS = [3, 64, 1500, 2500, 8192]  # on both sides of what all-reduce fusion takes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"there are {torch.cuda.device_count()} CUDA devices; two are needed")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "deepseek-v3"
+    heads = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    config = models._deepseek_shape(layers=8, hidden=1024, **heads)
+    models._save(folder, DeepseekV3ForCausalLM, config, extra=models.DEEPSEEK_FOR_SGLANG)
+    return folder
+
+
+@pytest.fixture
+def engine(engines: Engines, model: Path) -> Engine:
+    return engines.get("base", model=model, layers=LayerChoice(boundaries=[2, 4, 5]), **ARGS)
+
+
+def probed(engine: Engine) -> probe.Probed:
+    tokenizer = rows.load_tokenizer(str(engine.model), False)
+    return probe.probe(engine.server, engine.tap, engine.server.info(), tokenizer, print)
+
+
+def test_both_ranks_have_the_same_bits(engine: Engine) -> None:
+    found = probed(engine)
+    print(found)
+    assert found.failures == []
+    assert (found.ranks, found.lengths) == (2, LENGTHS)
+
+
+def rank_process(engine: Engine, rank: int) -> psutil.Process:
+    assert engine.run.running is not None
+    for process in psutil.Process(engine.run.running.child.pid).children(recursive=True):
+        if f"TP{rank}" in " ".join([process.name(), *process.cmdline()]):
+            return process
+    raise AssertionError(f"rank {rank} is not there")
+
+
+@pytest.fixture
+def traffic(engine: Engine) -> Iterator[None]:
+    """Strangers' prompts, one after another, whose answers nobody waits for."""
+    over = threading.Event()
+
+    def send(number: int) -> None:
+        body = {"sampling_params": {"max_new_tokens": 0}, "input_ids": [9 + i % 900 for i in range(4000)]}
+        while not over.is_set():
+            try:
+                engine.post("/generate", body | {"rid": f"stranger.{number}.{time.monotonic_ns()}"})
+            except OSError:
+                return
+
+    threads = [threading.Thread(target=send, args=(number,), daemon=True) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    yield
+    over.set()
+
+
+def test_a_rank_that_keeps_the_other_waiting_is_seen_by_power(engine: Engine, traffic: None) -> None:
+    gpus = Gpus()
+    watch = ServerWatch(engine.run, gpus=lambda pids: gpus.sample(pids).gpus, limits=Limits().scaled(0.25))
+    while watch.look()["verdict"]["verdict"] != "healthy":
+        time.sleep(0.5)
+    rank = rank_process(engine, 1)
+    rank.send_signal(signal.SIGSTOP)
+    begun, seen = time.monotonic(), []
+    try:
+        while time.monotonic() < begun + 90:
+            now = watch.look()["verdict"]
+            sample = [
+                (gpu.index, gpu.utilisation_percent, gpu.power_watts, gpu.power_limit_watts)
+                for gpu in gpus.sample().gpus
+            ]
+            seen.append({"seconds": round(time.monotonic() - begun, 1), "gpus": sample} | now)
+            if now["verdict"] == "hang_suspected" and any("GPU" in sentence for sentence in now["evidence"]):
+                break
+            time.sleep(1.0)
+    finally:
+        rank.send_signal(signal.SIGCONT)
+    print(json.dumps(seen, indent=1))
+    assert seen[-1]["verdict"] == "hang_suspected"
+    assert "healthy" not in [look["verdict"] for look in seen[-3:]]
+
+
+def test_a_rank_that_is_killed_in_mid_run_ends_the_run_and_leaves_nothing(
+    engines: Engines, engine: Engine, tmp_path: Path
+) -> None:
+    source = tmp_path / "rows.jsonl"
+    with source.open("w") as file:
+        for n in range(3000):
+            ids = [(31 * n + 17 * i) % 1000 + 9 for i in range(100 + n % 200)]
+            file.write(json.dumps({"input_ids": ids, "loss_mask": [1] * len(ids)}) + "\n")
+    job = {
+        "rows": str(source), "output": str(tmp_path / "out"), "formats": ["native"], "options": {}, "layertap": "test",
+        "allow_volatile": True,
+    }  # fmt: skip
+    run = jobs.start_job(engines.runs, engines.payload, "extract", job, engine.run.spec.port)
+    while written(run) < 100:
+        assert run.exit is None, run.log.read_text()[-2000:]
+        time.sleep(0.05)
+    os.kill(rank_process(engine, 1).pid, signal.SIGKILL)
+    deadline = time.monotonic() + 120
+    while run.exit is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    print(run.log.read_text()[-1500:])
+    assert run.exit.code == 9
+    key = next(key for key, alive in engines.alive.items() if alive is engine)
+    stopped = runs.stop(engines.alive.pop(key).run, "a rank was killed")
+    print(stopped)
+    assert stopped.left == []
+    assert [process for gpu in Gpus().sample().gpus for process in gpu.processes or []] == []
+
+    again = engines.get("base", model=engine.model, layers=LayerChoice(boundaries=[2, 4, 5]), **ARGS)
+    run = jobs.start_job(engines.runs, engines.payload, "extract", job, again.run.spec.port)
+    while run.exit is None:
+        time.sleep(0.1)
+    assert run.exit.code == 0, run.log.read_text()[-2000:]
+    assert written(run) == 3000
+
+
+def written(run: Any) -> int:
+    try:
+        return int(json.loads((run.folder / "progress.json").read_text())["written"])
+    except (OSError, ValueError, KeyError):
+        return 0
