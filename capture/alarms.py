@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import msgspec
 
 from capture.chat import InputError
+from capture.ledger import token_digest
 from capture.rows import Outcome, Row, RowOptions
 
 SHOWN = 20
@@ -67,7 +67,7 @@ class Alarms:
         """Look at a good row."""
         for name, seen in row.alarms.items():
             self._count(name, row, seen)
-        digest = row_digest(row)
+        digest = token_digest(array("i", row.ids).tobytes(), bytes(row.mask))
         if digest in self._digests:
             self._count("duplicate", row, f"{len(row.ids):,} tokens")
         self._digests.add(digest)
@@ -97,10 +97,3 @@ def words(alarm: Any) -> str:
     """An alarm and its first row in one line."""
     first = alarm.rows[0]
     return f"{alarm.count:,} rows: {alarm.what} (first {first.file}:{first.line}, {first.seen}); {alarm.remedy}"
-
-
-def row_digest(row: Row) -> bytes:
-    """16 bytes that tell rows of other ids or another mask apart."""
-    digest = hashlib.blake2b(array("i", row.ids).tobytes(), digest_size=16)
-    digest.update(bytes(row.mask))
-    return digest.digest()

@@ -268,7 +268,9 @@ class Extraction:
         options = self.job.options
         if options.max_length is None:
             options = msgspec.structs.replace(options, max_length=gate.longest_prompt(info))
-        outcomes = rows.tokenise(self.job.rows, tokenizer, options, vocab_size=len(tokenizer), workers=parallel.cores())
+        outcomes = rows.tokenise(
+            self.job.rows, tokenizer, options, vocab_size=len(tokenizer), workers=parallel.default_workers()
+        )
         found = alarms.Alarms()
         added = self.ledger.add(self._report_rows(found.watch(outcomes, options)))
         self.manifest.input_hash, self.manifest.alarms = now, found.all()

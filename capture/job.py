@@ -200,7 +200,7 @@ def run_plan(job: PlanJob) -> tuple[int, Any]:
         return (1 if any(row.reason for row in shown) else 0), {"schema": 1, "shown": shown}
     sizes = {name: float(found.bytes_per_token(hidden, job.layers, itemsize)) for name, found in chosen.items()}
     made = plan.make_plan(
-        rows.tokenise(job.rows, tokenizer, job.options, vocab_size=len(tokenizer), workers=parallel.cores()),
+        rows.tokenise(job.rows, tokenizer, job.options, vocab_size=len(tokenizer), workers=parallel.default_workers()),
         sizes,
         Path(job.output) if job.output else None,
         tokenizer,

@@ -55,6 +55,8 @@ CREATE TABLE IF NOT EXISTS unused (
     reason TEXT NOT NULL
 );
 """
+FIND = "SELECT sample FROM samples WHERE key = ? AND occurrence = ?"
+CACHE_KIB = 64 << 10  # of pages; keys come in no order, and those of a million samples fit
 
 
 class LedgerError(Exception):
@@ -101,6 +103,7 @@ class Ledger:
                 self.db.execute("PRAGMA query_only = ON")
             else:
                 self.db.executescript(TABLES)
+                self.db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
             self._match_tokens(cut=not read_only)
         except sqlite3.DatabaseError as error:
             raise LedgerError(f"{self.path}: {error}; {_remedy(error)}") from error
@@ -130,12 +133,9 @@ class Ledger:
 
         All or nothing. Raises LedgerError where a row of the earlier input is not there any more.
         """
-        known = {
-            (key, occurrence): number
-            for key, occurrence, number in self.db.execute("SELECT key, occurrence, sample FROM samples")
-        }
-        missing, seen, added = set(known.values()), Counter[str](), 0
-        number, start = len(known), self._end()
+        (known,) = self.db.execute("SELECT count(*) FROM samples").fetchone()
+        missing, seen, added = bytearray(b"\1") * known, _Occurrences(), 0
+        number, start = known, self._end()
         self.db.execute("BEGIN IMMEDIATE")
         try:
             self.db.execute("DELETE FROM unused")
@@ -145,11 +145,10 @@ class Ledger:
                         self._put_aside(row)
                         continue
                     ids, mask = array.array("i", row.ids).tobytes(), bytes(row.mask)
-                    key = token_key(ids, mask)
-                    place = key, seen[key]
-                    seen[key] += 1
-                    if place in known:
-                        missing.discard(known[place])
+                    digest = token_digest(ids, mask)
+                    place = digest.hex(), seen.add(digest)
+                    if known and (found := self.db.execute(FIND, place).fetchone()):
+                        missing[found[0]] = 0
                         continue
                     ids_file.write(ids)
                     mask_file.write(mask)
@@ -159,8 +158,8 @@ class Ledger:
                         (number, *place, row.file, row.line, start, len(row.ids)),
                     )
                     number, start, added = number + 1, start + len(row.ids), added + 1
-                if missing:
-                    raise LedgerError(self._gone(min(missing), len(missing)))
+                if any(missing):
+                    raise LedgerError(self._gone(missing.index(1), missing.count(1)))
                 for file in (ids_file, mask_file):
                     file.flush()
                     os.fsync(file.fileno())
@@ -274,9 +273,30 @@ class Ledger:
         return int(self.db.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()[0])
 
 
+def token_digest(ids: bytes, mask: bytes) -> bytes:
+    """16 bytes that tell samples of other tokens apart, made of the tokens as the token files hold them."""
+    return hashlib.blake2b(ids + mask, digest_size=16).digest()
+
+
 def token_key(ids: bytes, mask: bytes) -> str:
-    """The key of a sample: a hash of its tokens as the token files hold them."""
-    return hashlib.blake2b(ids + mask, digest_size=16).hexdigest()
+    """The key of a sample: `token_digest` in hex."""
+    return token_digest(ids, mask).hex()
+
+
+class _Occurrences:
+    """How often each digest came by before; about 100 bytes for each of them."""
+
+    def __init__(self) -> None:
+        self._once: set[bytes] = set()
+        self._again = Counter[bytes]()
+
+    def add(self, digest: bytes) -> int:
+        """Note one more; returns how many there were."""
+        if digest not in self._once:
+            self._once.add(digest)
+            return 0
+        self._again[digest] += 1
+        return self._again[digest]
 
 
 def _remedy(error: sqlite3.DatabaseError) -> str:

@@ -13,6 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 CHUNK = 64
+MOST = 16
 AHEAD = 3  # chunks a worker that are read, at work or done before they are asked for
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent dies
 
@@ -25,9 +26,9 @@ class WorkerLost(Exception):
     """A process that shared the work is gone; the sentence says what to do."""
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+def default_workers() -> int:
+    """A worker for each core that this process may use; more than `MOST` wait for the one that reads and writes."""
+    return min(len(os.sched_getaffinity(0)), MOST)
 
 
 def ordered(work: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:
