@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import json
+import os
 import shutil
 import socket
 import sys
@@ -23,9 +24,10 @@ from backends import bootstrap, payload, runs, sglang  # noqa: E402
 from backends.jobs import describe  # noqa: E402
 from backends.launch import Launching, launch  # noqa: E402
 from backends.watch import ServerWatch  # noqa: E402
-from capture import dump  # noqa: E402
+from capture import dump, job  # noqa: E402
 from capture.draw import Drawer  # noqa: E402
 from capture.layers import LayerChoice  # noqa: E402
+from capture.probe import Probed  # noqa: E402
 
 SGLANG = importlib.metadata.version("sglang")
 
@@ -63,6 +65,15 @@ class Engine:
             if together:
                 return list(await asyncio.gather(*(one(row, ids) for row, ids in enumerate(prompts))))
             return [await one(row, ids) for row, ids in enumerate(prompts)]
+
+    def probe(self, folder: Path, **asked: Any) -> tuple[int, Probed]:
+        """The job in `folder`, as `layertap probe` runs it: its exit code and result."""
+        before = Path.cwd()
+        os.chdir(folder)
+        try:
+            return job.run_probe(job.ProbeJob(server=self.server, lock=str(folder / "lock"), **asked))
+        finally:
+            os.chdir(before)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         request = urllib.request.Request(
@@ -174,3 +185,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def plugin(folder: Path, name: str, code: str) -> str:
+    """An SGLang plugin of a test's own in `folder`, which goes on PYTHONPATH; returns `folder` as text."""
+    (folder / f"{name}.py").write_text(code)
+    info = folder / f"{name}-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:register\n")
+    return str(folder)

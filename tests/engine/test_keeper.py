@@ -70,7 +70,7 @@ class Writers:
 def keeper_with(copier: LateCopier, folder: Path) -> Any:
     keeper: Any = object.__new__(Keeper)
     keeper.settings = SimpleNamespace(secret="s")
-    keeper.requests, keeper.numbers = {}, 0
+    keeper.requests, keeper.numbers, keeper.state = {}, 0, SimpleNamespace(shared_forwards=0)
     keeper.arena = Arena.create(folder / "arena", ArenaShape(1, 8, STATES, HIDDEN, "float32"))
     keeper.copier, keeper.writers = copier, Writers()
     return keeper

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from engines import Engine, Engines
+from engines import Engine, Engines, plugin
 
 from capture import driver, dump, job, probe
 from capture.chat import InputError
@@ -56,16 +55,6 @@ def register():
 """
 
 
-def run(engine: Engine, folder: Path, **asked: object) -> tuple[int, probe.Probed]:
-    """The job, as `layertap probe` runs it."""
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        return job.run_probe(job.ProbeJob(server=engine.server, lock=str(folder / "lock"), **asked))  # type: ignore[arg-type]
-    finally:
-        os.chdir(before)
-
-
 def left(engine: Engine) -> list[str]:
     return sorted(path.name for path in engine.dump_dir.iterdir() if path.name.startswith(("req_", "rank_")))
 
@@ -76,7 +65,7 @@ def llama(engines: Engines) -> Engine:
 
 
 def test_a_sound_server_passes_and_the_result_is_kept(llama: Engine, tmp_path: Path) -> None:
-    code, made = run(llama, tmp_path)
+    code, made = llama.probe(tmp_path)
     assert (code, made.passed, made.failures) == (0, True, [])
     assert made.lengths == [3, 64, 1500, 2049]  # the server takes no 2,500
     assert made.shared_forwards > 0
@@ -94,7 +83,7 @@ def test_a_sound_server_passes_and_the_result_is_kept(llama: Engine, tmp_path: P
 
 
 def test_a_hugging_face_forward_agrees(llama: Engine, tmp_path: Path) -> None:
-    code, made = run(llama, tmp_path, against_hf=True)
+    code, made = llama.probe(tmp_path, against_hf=True)
     assert (code, made.failures) == (0, [])
     assert made.against_hf is not None
     assert [(one.tokens, one.state, one.boundary, one.nearest) for one in made.against_hf] == [
@@ -113,7 +102,7 @@ def test_states_of_another_layer_are_told_from_those_that_were_asked_for(
     monkeypatch.setattr(
         probe.against_hf, "compare", lambda model, drawn, at, trust: compare(model, drawn, [b + 1 for b in at], trust)
     )
-    code, made = run(llama, tmp_path, against_hf=True)
+    code, made = llama.probe(tmp_path, against_hf=True)
     assert code == 6
     assert made.failures[0] == (
         "3 tokens: aux_0 (output of layer 1) should be Hugging Face's hidden_states[3], and is nearer to "
@@ -128,7 +117,7 @@ def test_a_model_too_large_for_a_hugging_face_forward_is_refused_before_anything
     before = llama.tap.seen["ours"]
     monkeypatch.setattr(probe.against_hf.memory, "available", lambda: 1_000_000)
     with pytest.raises(InputError, match=r"takes 0\.0 GB of memory in float32, 0\.0 GB are free here; probe without"):
-        run(llama, tmp_path, against_hf=True)
+        llama.probe(tmp_path, against_hf=True)
     assert llama.tap.seen["ours"] == before
 
 
@@ -137,7 +126,7 @@ def test_a_server_that_the_gate_refuses_is_not_probed(
 ) -> None:
     monkeypatch.setattr(job, "code_hash", lambda: "other")
     with pytest.raises(driver.NotSafe, match="the server runs the tap of another version"):
-        run(llama, tmp_path)
+        llama.probe(tmp_path)
 
 
 def test_a_state_that_is_changed_on_its_way_is_noticed(
@@ -152,7 +141,7 @@ def test_a_state_that_is_changed_on_its_way_is_noticed(
         return states
 
     monkeypatch.setattr(probe.verify, "read_dump", bend)
-    code, made = run(llama, tmp_path)
+    code, made = llama.probe(tmp_path)
     assert code == 6
     assert made.failures == [
         f"64 tokens {how}: last (before the final norm) was changed between the model and its dump"
@@ -164,7 +153,7 @@ def test_a_state_that_is_changed_on_its_way_is_noticed(
 def test_ranks_that_agree_pass(engines: Engines, tmp_path: Path) -> None:
     engine = engines.get("embedded-llama", **TWO_RANKS)
     assert engine.tap.ranks == 2
-    code, made = run(engine, tmp_path)
+    code, made = engine.probe(tmp_path)
     assert (code, made.failures, made.ranks) == (0, [], 2)
     assert left(engine) == []
 
@@ -174,14 +163,13 @@ def test_one_ranks_partial_sum_fails_by_length_layer_and_ranks(
     engines: Engines, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("plugin")
-    (folder / "partial.py").write_text(PARTIAL)
-    (folder / "partial-0.dist-info").mkdir()
-    (folder / "partial-0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: partial\nVersion: 0\n")
-    (folder / "partial-0.dist-info/entry_points.txt").write_text("[sglang.srt.plugins]\npartial = partial:register\n")
     engine = engines.get(
-        "embedded-llama", **TWO_RANKS, ENV_PYTHONPATH=str(folder), ENV_SGLANG_PLUGINS="layertap,layertap_cpu,partial"
+        "embedded-llama",
+        **TWO_RANKS,
+        ENV_PYTHONPATH=plugin(folder, "partial", PARTIAL),
+        ENV_SGLANG_PLUGINS="layertap,layertap_cpu,partial",
     )
-    code, made = run(engine, folder)
+    code, made = engine.probe(folder)
     assert code == 6
     wrong = [
         f"{tokens:,} tokens {how}: aux_1 (output of layer 3) differs between rank 0 and rank 1: it was taken before "

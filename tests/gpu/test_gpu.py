@@ -4,38 +4,23 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from engines import Engine, Engines
+from engines import Engines
+from shapes import BOUNDARIES, make, start
 from transformers import DeepseekV3ForCausalLM, LlamaForCausalLM
 
-from backends.embedded import models
 from capture import dump
-from capture.layers import LayerChoice
 
-# Sampling and attention that need no kernel package beyond triton.
-BACKENDS = {"attention_backend": "triton", "sampling_backend": "pytorch", "mem_fraction_static": 0.3}
-LIMITS = {"context_length": 4104, "max_prefill_tokens": 8192, "max_total_tokens": 65536}
 PROMPTS = [[(17 * i * i + n) % 1000 + 9 for i in range(n)] for n in (1, 3, 64, 1500, 2500)]
-BOUNDARIES = [2, 4, 5]
 # Routing may flip between two implementations in bf16, and changes a row where it does.
 LEAST_COSINE = {"llama": 0.999, "deepseek-v3": 0.99}
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    wide_heads = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-    models.build("llama", folder / "llama")
-    config = models._deepseek_shape(layers=8, hidden=256, **wide_heads)
-    models._save(folder / "deepseek-v3", DeepseekV3ForCausalLM, config, extra=models.DEEPSEEK_FOR_SGLANG)
-    return {"llama": folder / "llama", "deepseek-v3": folder / "deepseek-v3"}
-
-
-def start(engines: Engines, model: Path, **args: Any) -> Engine:
-    return engines.get("base", model=model, layers=LayerChoice(boundaries=BOUNDARIES), **BACKENDS, **LIMITS, **args)
+    return make(tmp_path_factory)
 
 
 def reference(model: Path, ids: list[int]) -> dict[str, torch.Tensor]:
