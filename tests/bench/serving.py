@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "engine")]
 
 import psutil  # noqa: E402
 import ways  # noqa: E402
-from engines import Engine, Engines  # noqa: E402
+from engines import Engine, Engines, running  # noqa: E402, F401
 
 from backends import jobs  # noqa: E402
 from backends.embedded import models  # noqa: E402

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 import ways
-from engines import Engine, running
 from serving import (
     BOUNDARIES,
     LIMITS,
@@ -38,12 +37,14 @@ from serving import (
     TOKENS,
     WIDTHS,
     Cores,
+    Engine,
     Watched,
     build,
     gigabytes_per_second,
     machine,
     prefill,
     prompts,
+    running,
     served,
     write_rows,
 )  # fmt: skip

@@ -31,7 +31,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from engines import running
 from serving import (
     FORWARD,
     HIDDEN,
@@ -48,9 +47,10 @@ from serving import (
     machine,
     prefill,
     prompts,
+    running,
     served,
     write_rows,
-)  # fmt: skip
+)
 
 from backends.embedded import models
 from capture import dump, pt
@@ -220,9 +220,7 @@ def feed(writers: int, seconds: float = 4.0) -> dict[str, float]:
 def measure_feed() -> dict[str, Any]:
     found = {}
     for writers in (1, 4, 7, 10):
-        code = (
-            f"import json, tap_speed; print(json.dumps(tap_speed.feed({writers})), flush=True); import os; os._exit(0)"
-        )
+        code = f"import json, tap_limits; print(json.dumps(tap_limits.feed({writers})), flush=True); import os; os._exit(0)"
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT / "tests" / "bench", capture_output=True, text=True, timeout=120
         )
