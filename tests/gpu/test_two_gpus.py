@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from engines import Engine, Engines
-from transformers import DeepseekV3ForCausalLM
+from transformers import DeepseekV3ForCausalLM, Glm4MoeConfig
 
 from backends import jobs, runs
 from backends.diagnose import Limits
@@ -54,7 +54,7 @@ def engine(engines: Engines, model: Path) -> Engine:
 
 def probed(engine: Engine) -> probe.Probed:
     tokenizer = rows.load_tokenizer(str(engine.model), False)
-    return probe.probe(engine.server, engine.tap, engine.server.info(), tokenizer, print)
+    return probe.probe(engine.server, engine.tap, engine.server.info(), tokenizer, print, most=LENGTHS[-1])
 
 
 def test_both_ranks_have_the_same_bits(engine: Engine) -> None:
@@ -62,6 +62,51 @@ def test_both_ranks_have_the_same_bits(engine: Engine) -> None:
     print(found)
     assert found.failures == []
     assert (found.ranks, found.lengths) == (2, LENGTHS)
+
+
+GLM = {
+    "vocab_size": models.VOCABULARY, "hidden_size": 1024, "intermediate_size": 2048, "moe_intermediate_size": 256,
+    "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "max_position_embeddings": models.MAX_POSITIONS, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GLM-4 MoE shape, whose weights SGLang makes up."""
+    folder = tmp_path_factory.mktemp("models") / "glm4-moe"
+    config = Glm4MoeConfig(**GLM)
+    config.architectures = ["Glm4MoeForCausalLM"]
+    config.save_pretrained(folder)
+    models._save_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "fused", "partial"), [("glm", False, False), ("glm", True, True), ("model", True, False)]
+)
+def test_the_probe_catches_partial_sums_where_fusion_leaves_them(
+    engines: Engines, request: pytest.FixtureRequest, name: str, fused: bool, partial: bool
+) -> None:
+    """GLM-4 MoE appends what a layer returned before its all-reduce up to SGLang 0.5.20; DeepSeek does so no more."""
+    on = {"enforce_disable_flashinfer_allreduce_fusion": None, "flashinfer_allreduce_fusion_backend": "trtllm"}
+    engine = engines.get(
+        "base",
+        model=request.getfixturevalue(name),
+        layers=LayerChoice(boundaries=[2, 4, 5]),
+        **ARGS,
+        **({"load_format": "dummy"} if name == "glm" else {}),
+        **(on if fused else {}),
+    )
+    found = probed(engine)
+    print(name, fused, found.failures)
+    if not partial:
+        assert found.failures == []
+        return
+    assert found.failures
+    assert {failure.split(" tokens ")[0] for failure in found.failures} <= {"3", "64", "1,500"}
+    assert any("differs between rank 0 and rank 1" in failure for failure in found.failures)
 
 
 def rank_process(engine: Engine, rank: int) -> psutil.Process:
