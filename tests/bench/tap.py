@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import ways
-from serving import (
+from stress import (
     BOUNDARIES,
     LIMITS,
     MEMORY,

@@ -31,7 +31,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from serving import (
+from stress import (
     FORWARD,
     HIDDEN,
     LIMITS,
