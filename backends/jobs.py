@@ -22,10 +22,11 @@ JOBS = {
     "plan": False,
     "extract": True,
     "verify": False,
+    "export": False,
     "sample": False,
     "doctor": False,
 }
-PATHS = ("rows", "output")
+PATHS = ("rows", "output", "dataset")
 # What else it takes to ask for the same extraction again.
 ASKED = ("formats", "options", "allow_volatile", "restart_server")
 

@@ -23,6 +23,7 @@ import msgspec
 
 from capture import alarms, code_hash, dump, formats, gate, manifest, parallel, probe, row_files, rows, verify
 from capture.draw import Drawer, DrawError, lock, tokens_in_flight
+from capture.finish import finish
 from capture.ledger import Change, Ledger, Sample
 from capture.rows import RowOptions
 from capture.server import Server, ServerGone
@@ -36,6 +37,7 @@ COMMIT_SECONDS = 0.25
 REPORT_SECONDS = 0.5
 DRAIN_SECONDS = 30.0
 FAILURES_SHOWN = 20
+KEPT = ("created", "input_hash", "probe", "alarms", "exported", "finished")  # of the manifest, by a run that goes on
 SAMPLE_EVENTS = 300  # retries and failures that the run's history has; the log has all
 
 
@@ -101,7 +103,7 @@ def extract(job: ExtractJob, report: Callable[[Any], None], say: Callable[[str],
     ManifestError, LedgerError, InputError, Busy, NotSafe, ServerGone or Stop.
     """
     output = Path(job.output)
-    _check_output(job, output, say)
+    manifest.take_folder(output, job.allow_volatile, say)
     output_lock = lock(output / ".lock", f"another extraction writes to {output}")
     server_lock = lock(Path(job.lock), f"another job draws from the server {job.server.run}")
     try:
@@ -109,32 +111,12 @@ def extract(job: ExtractJob, report: Callable[[Any], None], say: Callable[[str],
         extraction.prepare()
         return asyncio.run(extraction.drive())
     except (OSError, sqlite3.OperationalError) as error:
-        if _is_full(error):
-            raise _cannot_write(output, error) from error
+        if is_full(error):
+            raise cannot_write(output, error) from error
         raise
     finally:
         os.close(output_lock)
         os.close(server_lock)
-
-
-def _check_output(job: ExtractJob, output: Path, say: Callable[[str], None]) -> None:
-    if output.exists() and not output.is_dir():
-        raise manifest.ManifestError(f"{output} is a file; give a folder")
-    there = [entry.name for entry in output.iterdir()] if output.is_dir() else []
-    if "pull.json" in there:
-        raise manifest.ManifestError(f"{output} is a copy that was pulled; extract into the dataset that it came from")
-    if there and "manifest.json" not in there and there != [".lock"]:
-        raise manifest.ManifestError(f"{output} is not empty and holds no dataset; give a new or empty folder")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise manifest.ManifestError(f"{output}: {error.strerror}") from error
-    if manifest.volatile(output) and not job.allow_volatile:
-        raise manifest.ManifestError(
-            f"{output} lies in memory (tmpfs), a reboot would take it; choose a disk, or say --allow-volatile"
-        )
-    if manifest.on_network(output):
-        say(f"warning: {output} lies on a network file system; its locks and fsync may mean less than a local disk's")
 
 
 class Extraction:
@@ -229,29 +211,27 @@ class Extraction:
             last_turn_only=options.last_turn_only,
             formats=sorted(self.job.formats),
         )
-        created, input_hash, probed, odd = time.time(), "", None, list[alarms.Alarm]()
+        kept: dict[str, Any] = {"created": time.time(), "input_hash": ""}
         self.resumed = (self.output / "manifest.json").exists()
         if self.resumed:
             earlier = manifest.read_manifest(self.output)
+            if earlier.source:
+                raise manifest.ManifestError(f"{self.output} was exported from {earlier.source}; extract into that")
             manifest.require_same(earlier.settings, settings, self.output)
-            created, input_hash = earlier.created, earlier.input_hash
-            probed, odd = earlier.probe, earlier.alarms
+            kept = {name: getattr(earlier, name) for name in KEPT}
         made = manifest.Manifest(
             settings=settings,
             norms={
-                name: "before the final norm" if name != "final" else "after the final norm"
+                name: manifest.NORMS.get(name, manifest.NORMS["last"])
                 for name in dump.state_names(len(tap.layers.boundaries))
             },
             input=self.job.rows,
-            input_hash=input_hash,
             sglang=tap.sglang,
             layertap=self.job.layertap,
             profile=self.job.server.profile,
             server=_public(info),
-            probe=probed,
-            alarms=odd,
-            created=created,
             updated=time.time(),
+            **kept,
         )
         manifest.write_manifest(self.output, made)
         return made
@@ -353,9 +333,13 @@ class Extraction:
                 "overlong_rows": progress.overlong_rows,
             }
             self.manifest.updated = time.time()
+            if not self.stopping:
+                progress.phase = "finishing"
+                self.report(progress)
+                finish(self.output, self.manifest, self.ledger, self.manifest.settings.formats)
             manifest.write_manifest(self.output, self.manifest)
         except (OSError, sqlite3.OperationalError) as error:
-            self._stop(_cannot_write(self.output, error))
+            self._stop(cannot_write(self.output, error))
         progress.phase = "stopped" if self.stopping else "finished"
         progress.tokens_per_second = progress.eta_seconds = None
         self.report(progress)
@@ -467,7 +451,7 @@ class Extraction:
                 for name in self.manifest.settings.formats
             ]
         except OSError as error:
-            raise _cannot_write(self.output, error) from error
+            raise cannot_write(self.output, error) from error
 
     def _stop(self, why: BaseException) -> None:
         """Admit nothing more and end; the first reason counts."""
@@ -481,7 +465,7 @@ class Extraction:
             try:
                 self._commit()
             except (OSError, sqlite3.OperationalError) as error:
-                self._stop(_cannot_write(self.output, error))
+                self._stop(cannot_write(self.output, error))
 
     def _commit(self) -> None:
         changes, self.changes = self.changes, []
@@ -541,12 +525,14 @@ class Budget:
         self.freed.set()
 
 
-def _cannot_write(output: Path, error: BaseException) -> Stop:
-    what = "is full" if _is_full(error) else f"cannot be written: {getattr(error, 'strerror', error)}"
+def cannot_write(output: Path, error: BaseException) -> Stop:
+    """How a run ends whose output cannot be written."""
+    what = "is full" if is_full(error) else f"cannot be written: {getattr(error, 'strerror', error)}"
     return Stop(1, f"{output} {what}; nothing is lost: make room and give the same command again")
 
 
-def _is_full(error: BaseException) -> bool:
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that a disk has no room."""
     if isinstance(error, sqlite3.OperationalError):
         return error.sqlite_errorcode == sqlite3.SQLITE_FULL
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -223,7 +223,7 @@ def read_states(folder: Path, meta: Meta, buffer: Buffer | None = None) -> dict[
     for (name, (size, checksum)), room in zip(meta.files.items(), rooms, strict=True):
         place, at = memory[at : at + size + 1], at + room
         try:
-            found = _read_into(folder / name, place)
+            found = read_into(folder / name, place)
         except OSError as error:
             raise DumpError(f"{folder.name}/{name}: {error.strerror}") from error
         if found != size:
@@ -234,7 +234,7 @@ def read_states(folder: Path, meta: Meta, buffer: Buffer | None = None) -> dict[
     return states
 
 
-def _read_into(path: Path, place: memoryview) -> int:
+def read_into(path: Path, place: memoryview) -> int:
     """Read a file into `place`; returns the bytes that the file has, of which no more are read. Raises OSError."""
     at = 0
     with path.open("rb", buffering=0) as file:

@@ -13,7 +13,8 @@ from capture.chat import InputError
 from capture.draw import stats
 from capture.ledger import Ledger, Sample, WrittenFile
 from capture.manifest import Manifest, read_manifest
-from capture.verify import Failure, check_sample
+from capture.verify import Failure
+from capture.verify_dataset import check_sample
 
 MOST_TOKENS = 4096
 FAR = 10.0
@@ -85,7 +86,7 @@ def inspect_sample(output: Path, number: int, trusted_model: str | None = None) 
         sample = ledger.sample(number)
         ids, mask = ledger.tokens(sample)
         files = ledger.files(number)
-    failures = list(check_sample(output, manifest, sample, files, ids, mask))
+    failures = check_sample(output, manifest, sample, files, ids, mask)
     read, states = _read_states(output, manifest, files)
     texts, no_text = _texts(manifest.settings.model, trusted_model, ids[:MOST_TOKENS])
     return Seen(

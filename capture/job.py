@@ -37,9 +37,11 @@ from capture import (
     verify,
 )
 from capture.chat import InputError
+from capture.export import ExportJob, export
 from capture.inspect_sample import inspect_sample
 from capture.rows import RowOptions
 from capture.server import Server, ServerGone
+from capture.verify_dataset import verify_dataset
 
 EXIT_CODES: list[tuple[type[BaseException] | tuple[type[BaseException], ...], int]] = [
     (draw.Busy, 7),
@@ -86,9 +88,10 @@ class PlanJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerifyJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A dataset to verify."""
+    """A dataset to verify; `sample` of its samples, chosen at random, if that is given."""
 
     output: str
+    sample: int | None = None
 
 
 class SampleJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,15 +229,23 @@ def model_size(model: str) -> tuple[int, int]:
 
 def run_verify(job: VerifyJob) -> tuple[int, Any]:
     """Verify a dataset."""
-    last = [0.0]
+    begun, last = time.monotonic(), [0.0]
 
-    def progress(done: int, total: int) -> None:
-        if done == total or time.monotonic() - last[0] > 0.3:
-            last[0] = time.monotonic()
-            report({"schema": 1, "done": done, "total": total})
+    def progress(done: int, total: int, read: int) -> None:
+        now = time.monotonic()
+        if done == total or now - last[0] > 0.3:
+            last[0] = now
+            rate = round(read / (now - begun)) if now > begun else None
+            report({"schema": 1, "done": done, "total": total, "bytes": read, "bytes_per_second": rate})
 
-    made = verify.verify_dataset(Path(job.output), progress)
-    return (1 if made.failed else 0), made
+    made = verify_dataset(Path(job.output), progress, most=job.sample)
+    return (1 if made.failures else 0), made
+
+
+def run_export(job: ExportJob) -> tuple[int, Any]:
+    """Write a dataset in further formats."""
+    made = export(job, report, say)
+    return (1 if made.failures else 0), made
 
 
 def run_sample(job: SampleJob) -> tuple[int, Any]:
@@ -265,6 +276,7 @@ JOBS: dict[str, tuple[Any, Callable[[Any], tuple[int, Any]]]] = {
     "plan": (PlanJob, run_plan),
     "extract": (driver.ExtractJob, run_extract),
     "verify": (VerifyJob, run_verify),
+    "export": (ExportJob, run_export),
     "sample": (SampleJob, run_sample),
     "doctor": (measure.MeasureJob, run_doctor),
 }

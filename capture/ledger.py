@@ -13,6 +13,7 @@ from __future__ import annotations
 import array
 import hashlib
 import os
+import shutil
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -74,6 +75,14 @@ class Sample(msgspec.Struct, frozen=True):
     state: State
     attempts: int
     reason: str | None
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """A sample's number, token ids and loss mask."""
+
+    number: int
+    ids: list[int]
+    mask: list[int]
 
 
 class WrittenFile(msgspec.Struct, frozen=True):
@@ -169,6 +178,34 @@ class Ledger:
             self._match_tokens()
             raise
         return added
+
+    def adopt(self, source: Ledger) -> int:
+        """Take over the samples of another ledger, with their numbers and tokens, as pending; returns how many are new.
+
+        All or nothing. Raises LedgerError where this one holds others under the same numbers, OSError.
+        """
+        columns = "sample, key, occurrence, file, line, start, tokens"
+        known = dict(self.db.execute("SELECT sample, key FROM samples"))
+        rows = source.db.execute(f"SELECT {columns} FROM samples ORDER BY sample").fetchall()
+        if other := [row[0] for row in rows if known.get(row[0], row[1]) != row[1]]:
+            raise LedgerError(f"sample {other[0]} of {source.path} is another one in {self.path}; give a new folder")
+        new = [row for row in rows if row[0] not in known]
+        if not new:
+            return 0
+        for name in ("ids.bin", "mask.bin"):
+            scratch = self.folder / f".{name}.part"
+            shutil.copyfile(source.folder / name, scratch)
+            with scratch.open("rb") as file:
+                os.fsync(file.fileno())
+            scratch.replace(self.folder / name)
+        self.db.execute("BEGIN IMMEDIATE")
+        try:
+            self.db.executemany(f"INSERT INTO samples ({columns}) VALUES (?,?,?,?,?,?,?)", new)
+            self.db.execute("COMMIT")
+        except BaseException:
+            self._roll_back()
+            raise
+        return len(new)
 
     def _put_aside(self, row: BadRow | Skipped) -> None:
         kind, reason = ("bad", row.reason) if isinstance(row, BadRow) else ("overlong", f"{row.tokens} tokens")
@@ -267,6 +304,31 @@ class Ledger:
             WrittenFile(*row)
             for row in self.db.execute("SELECT format, path, bytes, xxh3 FROM files WHERE sample = ?", (number,))
         ]
+
+    def some(self, most: int) -> list[int]:
+        """The numbers of at most `most` samples, chosen at random, in order."""
+        return sorted(
+            number for (number,) in self.db.execute("SELECT sample FROM samples ORDER BY random() LIMIT ?", (most,))
+        )
+
+    def all_files(self) -> Iterator[tuple[int, WrittenFile]]:
+        """The files of all samples."""
+        for number, *row in self.db.execute("SELECT sample, format, path, bytes, xxh3 FROM files"):
+            yield number, WrittenFile(*row)
+
+    def written_in(self, name: str) -> int:
+        """How many samples have a file in a format."""
+        return int(self.db.execute("SELECT count(*) FROM files WHERE format = ?", (name,)).fetchone()[0])
+
+    def all_tokens(self) -> Iterator[Tokens]:
+        """The tokens of every sample, by number. Raises LedgerError where numbers are left out."""
+        for expected, sample in enumerate(self.samples()):
+            if sample.number != expected:
+                raise LedgerError(
+                    f"{self.path} holds no sample {expected}, and this format wants them all, from 0 on; "
+                    "use the whole dataset"
+                )
+            yield Tokens(sample.number, *self.tokens(sample))
 
     def bytes_written(self) -> int:
         """Bytes of all files."""

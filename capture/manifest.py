@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import msgspec
 from capture.alarms import Alarm
 from capture.dump import write_json
 from capture.layers import Layers
+from capture.ledger import WrittenFile
 
 FORMAT = 1
 STRETCH = 1 << 16  # bytes
+NORMS = {"final": "after the final norm", "last": "before the final norm"}
 
 
 class ManifestError(Exception):
@@ -39,10 +42,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     formats: list[str]
 
 
+class Finished(msgspec.Struct, frozen=True):
+    """What lies beside the samples' files of a format, and of how many samples it was made."""
+
+    samples: int
+    files: list[WrittenFile]
+
+
 class Manifest(msgspec.Struct, kw_only=True):
     """manifest.json. Hashes are sha256 in hex. `norms` says for each state whether the final norm was applied.
 
-    `alarms`: what was odd about the rows when they were last read.
+    `alarms`: what was odd about the rows when they were last read. `exported` are the formats that came later than the
+    extraction; `source` is the dataset that this one was exported from, None for one that was drawn. `finished` goes
+    by format.
     """
 
     format: int = FORMAT
@@ -58,8 +70,16 @@ class Manifest(msgspec.Struct, kw_only=True):
     gpus: list[str] = []
     counts: dict[str, int] = {}
     alarms: list[Alarm] = []
+    exported: list[str] = []
+    finished: dict[str, Finished] = {}
+    source: str | None = None
     created: float
     updated: float
+
+    @property
+    def formats(self) -> list[str]:
+        """Every format that the dataset holds."""
+        return sorted({*self.settings.formats, *self.exported})
 
 
 # What `Settings` fields are called when they differ; the layers are compared by their boundaries.
@@ -115,6 +135,27 @@ def require_same(old: Settings, new: Settings, output: Path) -> None:
             f"{output} was made with other settings: {'; '.join(differ)}. "
             "Ask for the same, or extract into a new folder"
         )
+
+
+def take_folder(output: Path, allow_volatile: bool, say: Callable[[str], None]) -> None:
+    """Make the folder of a dataset, or see that one is there. Raises ManifestError for a folder that cannot be one."""
+    if output.exists() and not output.is_dir():
+        raise ManifestError(f"{output} is a file; give a folder")
+    there = [entry.name for entry in output.iterdir()] if output.is_dir() else []
+    if "pull.json" in there:
+        raise ManifestError(f"{output} is a copy that was pulled; write into the dataset that it came from")
+    if there and "manifest.json" not in there and there != [".lock"]:
+        raise ManifestError(f"{output} is not empty and holds no dataset; give a new or empty folder")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ManifestError(f"{output}: {error.strerror}") from error
+    if volatile(output) and not allow_volatile:
+        raise ManifestError(
+            f"{output} lies in memory (tmpfs), a reboot would take it; choose a disk, or say --allow-volatile"
+        )
+    if on_network(output):
+        say(f"warning: {output} lies on a network file system; its locks and fsync may mean less than a local disk's")
 
 
 def hash_file(path: Path) -> str:
@@ -176,5 +217,5 @@ def _file_system(folder: Path) -> str:
 
 
 def _short(value: Any) -> str:
-    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
     return f"{text[:12]}…" if len(text) == 64 and os.sep not in text else text

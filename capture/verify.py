@@ -1,21 +1,19 @@
-"""Is it what was asked for? A dump before it is written, and a dataset at any later time."""
+"""Is it what was asked for? The states of a dump, before they are written.
+
+Datasets are verified at any later time by `verify_dataset.py`, folders of dumps by `verify_dumps.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from capture import dump
-from capture.formats import FORMATS
-from capture.ledger import Ledger, Sample, WrittenFile
-from capture.manifest import Manifest, read_manifest
 
 SCHEMA = 1
-THREADS = 4
 FEW = 16  # leading values of a row by which nearly every row shows that it is not one value throughout
 
 
@@ -24,21 +22,50 @@ class VerificationError(Exception):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """A sample that failed, and in which format; None where it is in none."""
+    """What failed: a sample, None where it is no single one's; and in which format, None where it is in none."""
 
-    sample: int
+    sample: int | None
     format: str | None
     reason: str
 
 
+class Deviation(msgspec.Struct):
+    """How far states that came back are off: the norm of a row's difference over the row's norm, over `rows` rows."""
+
+    rows: int = 0
+    largest: float = 0.0
+    mean: float = 0.0
+
+    def add(self, state: Any, back: Any) -> None:
+        """Take in a state `[tokens, hidden]` and what came back of it."""
+        state = state.float()
+        errors = (back.float() - state).norm(dim=1) / state.norm(dim=1)
+        self.include(Deviation(len(errors), float(errors.max()), float(errors.mean())))
+
+    def include(self, other: Deviation) -> None:
+        """Take in what another one has seen."""
+        rows = self.rows + other.rows
+        if rows:
+            self.mean = (self.mean * self.rows + other.mean * other.rows) / rows
+        self.rows, self.largest = rows, max(self.largest, other.largest)
+
+
 class Report(msgspec.Struct, frozen=True):
-    """Outcome of verifying a dataset; each sample counts once, `samples = verified + failed`."""
+    """Outcome of verifying a dataset or a folder of dumps.
+
+    Each sample counts once, `samples = verified + failed`; `total` is how many there are, more than `samples` where
+    only some were looked at. `failures` may name what is no sample's, too. `bytes` were read. `deviations` goes by
+    format and state, of formats that are not bit for bit; empty where there is no native to compare with.
+    """
 
     schema: int
     samples: int
     verified: int
     failed: int
     failures: list[Failure]
+    total: int
+    bytes: int
+    deviations: dict[str, dict[str, Deviation]] = {}
 
 
 def check_states(states: dict[str, Any], names: Iterable[str], tokens: int, hidden: int, dtype: str) -> None:
@@ -99,7 +126,7 @@ def read_dump(
         raise VerificationError(f"{folder.name} belongs to request {meta.rid}, expected {rid}")
     if meta.tokens != len(ids) or meta.ids != ids:
         raise VerificationError(
-            f"its {meta.tokens} tokens are not the {len(ids)} that were sent{_parting(meta.ids, ids)}"
+            f"its {meta.tokens} tokens are not the {len(ids)} that were sent{parting(meta.ids, ids)}"
         )
     if meta.boundaries != boundaries:
         raise VerificationError(f"it holds boundaries {meta.boundaries}, expected {boundaries}")
@@ -108,83 +135,7 @@ def read_dump(
     return states
 
 
-def verify_dataset(output: Path, progress: Callable[[int, int], None] | None = None) -> Report:
-    """Verify every sample of a dataset in every format it was written in, reading each file whole.
-
-    `progress` gets the samples done and all. Raises ManifestError or LedgerError where `output` is no dataset.
-    """
-    manifest = read_manifest(output)
-    with Ledger(output, read_only=True) as ledger:
-        total, done = sum(ledger.counts().values()), 0
-        failures: list[Failure] = []
-        failed: set[int] = set()
-        with ThreadPoolExecutor(THREADS) as pool:
-            for batch in _batches(ledger.samples(), 64):
-                checks = [(sample, ledger.files(sample.number), *ledger.tokens(sample)) for sample in batch]
-                for found in pool.map(lambda check: list(check_sample(output, manifest, *check)), checks):
-                    failures += found
-                    failed.update(failure.sample for failure in found)
-                done += len(batch)
-                if progress:
-                    progress(done, total)
-    return Report(SCHEMA, total, total - len(failed), len(failed), failures)
-
-
-def check_sample(
-    output: Path, manifest: Manifest, sample: Sample, files: list[WrittenFile], ids: list[int], mask: list[int]
-) -> Iterable[Failure]:
-    """What is wrong with one sample, in each format of the dataset; nothing where all is well."""
-    if sample.state != "written":
-        why = f": {sample.reason}" if sample.reason else ""
-        yield Failure(sample.number, None, f"it is not extracted, its state is {sample.state}{why}")
-        return
-    by_format = {file.format: file for file in files}
-    for name in manifest.settings.formats:
-        try:
-            if name not in by_format:
-                raise VerificationError("the ledger knows no file of it in this format")
-            _check_file(output, manifest, by_format[name], ids, mask)
-        except VerificationError as error:
-            yield Failure(sample.number, name, str(error))
-
-
-def _check_file(output: Path, manifest: Manifest, file: WrittenFile, ids: list[int], mask: list[int]) -> None:
-    import xxhash
-
-    try:
-        data = (output / file.path).read_bytes()
-    except FileNotFoundError:
-        raise VerificationError(f"{file.path} is missing") from None
-    except OSError as error:
-        raise VerificationError(f"{file.path}: {error.strerror}") from error
-    if len(data) != file.bytes:
-        raise VerificationError(f"{file.path} has {len(data):,} bytes, {file.bytes:,} were written")
-    if xxhash.xxh3_64_hexdigest(data) != file.xxh3:
-        raise VerificationError(f"{file.path} was changed after it was written: its checksum differs")
-    layers = manifest.settings.layers
-    try:
-        found_ids, found_mask, states = FORMATS[file.format].decode(data, len(layers.boundaries))
-    except ValueError as error:
-        raise VerificationError(f"{file.path}: {error}") from error
-    if found_ids.tolist() != ids:
-        raise VerificationError(f"{file.path}: input_ids are not the sample's{_parting(found_ids.tolist(), ids)}")
-    if found_mask.tolist() != mask:
-        raise VerificationError(f"{file.path}: loss_mask is not the sample's{_parting(found_mask.tolist(), mask)}")
-    expected = [name for name in dump.state_names(len(layers.boundaries)) if file.format == "native" or name != "last"]
-    check_states(states, expected, len(ids), manifest.settings.hidden, manifest.settings.dtype)
-
-
-def _parting(found: list[int], expected: list[int]) -> str:
+def parting(found: list[int], expected: list[int]) -> str:
+    """Where two lists begin to differ, in words; empty where one only goes on."""
     at = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), None)
     return "" if at is None else f": token {at} is {found[at]}, expected {expected[at]}"
-
-
-def _batches(samples: Iterable[Sample], size: int) -> Iterable[list[Sample]]:
-    batch: list[Sample] = []
-    for sample in samples:
-        batch.append(sample)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

@@ -569,26 +569,52 @@ def pull(dataset: str, target: Path, *, samples: str | None = None, common: Comm
 
 
 @app.command
-def verify(dataset: Path, *, common: Common = COMMON) -> int:
-    """Verify a dataset in every format that it holds, reading every file; exit 1 where a sample fails.
+def verify(dataset: Path, *, sample: int | None = None, common: Common = COMMON) -> int:
+    """Verify a dataset in every format that it holds, reading every file; exit 1 where anything fails.
 
     Args:
-        dataset: folder of the dataset.
+        dataset: folder of the dataset, or one format's folder in it.
+        sample: only so many samples, chosen at random.
     """
     from console import headless, words
 
-    def lines(report: dict[str, Any]) -> Iterator[str]:
-        yield f"{report['samples']:,} samples · {report['verified']:,} verified · {report['failed']:,} failed"
-        for failure in report["failures"]:
-            where = f" {failure['format']}" if failure["format"] else ""
-            yield f"  sample {failure['sample']}{where}: {failure['reason']}"
+    with _session(common) as session:
+        job = {"output": _path(dataset, common), "sample": sample}
+        run = headless.follow_job(session, session.start("verify", job)["id"], words.verifying)
+        code, result = session.finish(run)
+        headless.out(result, common.json, words.verified)
+        return code
+
+
+@app.command
+def export(
+    dataset: Path,
+    *,
+    format: str,
+    output: Path | None = None,
+    allow_volatile: bool = False,
+    common: Common = COMMON,
+) -> int:
+    """Write a dataset in further formats, from native; the same command again goes on; exit 1 where a sample fails.
+
+    Args:
+        dataset: folder of the dataset.
+        format: formats, e.g. specforge,speculators.
+        output: folder of another dataset for them, on any file system; without it they go into this one.
+        allow_volatile: let that lie in memory (tmpfs).
+    """
+    from console import headless, words
 
     with _session(common) as session:
-        run = headless.follow_job(
-            session, session.start("verify", {"output": _path(dataset, common)})["id"], words.verifying
-        )
+        job = {
+            "dataset": _path(dataset, common),
+            "formats": format.split(","),
+            "output": _path(output, common) if output else None,
+            "allow_volatile": allow_volatile,
+        }
+        run = headless.follow_job(session, session.start("export", job)["id"], words.exporting)
         code, result = session.finish(run)
-        headless.out(result, common.json, lines)
+        headless.out(result, common.json, words.exported)
         return code
 
 

@@ -313,7 +313,75 @@ def progress(now: dict[str, Any]) -> str:
 
 def verifying(now: dict[str, Any]) -> str:
     """A verification's progress in one line."""
-    return f"{now['done']:,} / {now['total']:,} samples"
+    parts = [
+        bar(now["done"], now["total"]),
+        f"{now['done']:,} / {now['total']:,} samples",
+        size(now["bytes"]),
+        f"{size(now['bytes_per_second'])}/s" if now["bytes_per_second"] else "",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def verified(report: dict[str, Any]) -> Iterator[str]:
+    """What a verification came to in lines."""
+    of_all = f" of {report['total']:,}" if report["total"] != report["samples"] else ""
+    yield f"{report['samples']:,}{of_all} samples · {report['verified']:,} verified · {report['failed']:,} failed"
+    yield from deviations(report["deviations"])
+    yield from failures(report["failures"])
+
+
+def exporting(now: dict[str, Any]) -> str:
+    """An export's progress in one line."""
+    if now["phase"] == "finishing":
+        return "writing what belongs beside the samples …"
+    done = now["here"] + now["written"]
+    parts = [
+        bar(done, now["samples"]),
+        f"{done:,} / {now['samples']:,} samples",
+        size(now["bytes_written"]),
+        f"{size(now['bytes_per_second'])}/s" if now["bytes_per_second"] else "",
+        f"{now['failed']} failed" if now["failed"] else "",
+        f"{duration(now['eta_seconds'])} left" if now["eta_seconds"] else "",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def exported(made: dict[str, Any]) -> Iterator[str]:
+    """What an export came to in lines."""
+    yield (
+        f"{made['written']:,} samples written, {made['here']:,} were here, {made['failed']:,} failed · "
+        f"{size(made['bytes_written'])} in {made['seconds']} s · {', '.join(made['formats'])} in {made['output']}"
+    )
+    if made["missing"]:
+        yield f"! {made['missing']:,} samples of {made['dataset']} are not extracted, so they are not here either"
+    yield from deviations(made["deviations"])
+    yield from failures(made["failures"])
+    yield from (f"{name}: {hint}" for name, hint in made["hints"].items())
+
+
+def deviations(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """How far states are off that did not come back bit for bit, a line a format."""
+    for name, states in found.items():
+        seen = " · ".join(
+            f"{state} {one['mean']:.2%} (at most {one['largest']:.2%})" for state, one in sorted(states.items())
+        )
+        yield f"{name}: a row is off by, relative to its norm: {seen}"
+
+
+def failures(found: list[dict[str, Any]]) -> Iterator[str]:
+    """What failed, a line each."""
+    for failure in found:
+        words = [
+            "" if failure["sample"] is None else f"sample {failure['sample']}",
+            failure["format"] or "",
+        ]
+        yield f"  {' '.join(word for word in words if word)}: {failure['reason']}"
+
+
+def bar(done: int, total: int, width: int = 20) -> str:
+    """How much is done, as a bar; nothing where there is nothing to do."""
+    filled = done * width // total if total else 0
+    return f"[{'#' * filled}{'-' * (width - filled)}]" if total else ""
 
 
 def pulling(now: dict[str, Any]) -> str:

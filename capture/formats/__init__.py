@@ -1,36 +1,26 @@
-"""Training formats: one module each, all with the functions of `Format`."""
+"""Training formats: one module each; `FORMATS` is the list that everything else goes by."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from capture.formats import native, specforge
-from capture.ledger import WrittenFile
-from capture.pour import pour
+from capture.formats.base import Format
+from capture.formats.files import checksum, put, sync
+from capture.formats.modelopt import ModelOpt
+from capture.formats.native import Native
+from capture.formats.specforge import SpecForge
+from capture.formats.speculators import Speculators, SpeculatorsFp8
+from capture.formats.speculators_legacy import SpeculatorsLegacy
+from capture.ledger import Tokens, WrittenFile
 
+__all__ = ["FORMATS", "Format", "UnknownFormat", "find", "finish", "sync", "write"]
 
-class Format(Protocol):
-    """What a format's module offers; `states` maps a state's name to a tensor `[tokens, hidden]`."""
-
-    def path(self, number: int) -> str:
-        """Path of a sample's file, relative to the dataset."""
-
-    def bytes_per_token(self, hidden: int, layers: int, itemsize: int) -> int:
-        """Bytes that one token takes in a file."""
-
-    def refuse(self, dtype: str, layers: int) -> str | None:
-        """Why states of that dtype and number of layers do not fit, None where they do."""
-
-    def encode(self, states: dict[str, Any], ids: Any, mask: Any) -> list[bytes | memoryview]:
-        """The file of a sample, in the parts that follow one another; `ids` and `mask` are int64 `[tokens]`."""
-
-    def decode(self, data: bytes, layers: int) -> tuple[Any, Any, dict[str, Any]]:
-        """Ids, mask and states out of a file. Raises ValueError naming what is not as it should be."""
-
-
-FORMATS: dict[str, Format] = {"native": native, "specforge": specforge}
+FORMATS: dict[str, Format] = {
+    chosen.name: chosen
+    for chosen in (Native(), SpecForge(), Speculators(), SpeculatorsFp8(), SpeculatorsLegacy(), ModelOpt())
+}
 
 
 class UnknownFormat(Exception):
@@ -48,27 +38,11 @@ def find(name: str) -> Format:
 def write(name: str, output: Path, number: int, states: dict[str, Any], ids: Any, mask: Any) -> WrittenFile:
     """Write a sample in format `name`: whole and on disk under its name, or not there at all. Raises OSError."""
     chosen = find(name)
-    parts = chosen.encode(states, ids, mask)
     relative = chosen.path(number)
-    path = output / relative
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.part")
-    try:
-        with scratch.open("wb", buffering=0) as file:
-            size, checksum = pour(file.fileno(), parts)
-            os.fsync(file.fileno())
-        scratch.replace(path)
-    except OSError:
-        scratch.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
-    return WrittenFile(name, relative, size, checksum)
+    return WrittenFile(name, relative, *put(output / relative, chosen.encode(states, ids, mask)))
 
 
-def sync(path: Path) -> None:
-    """Make a file's content, or a rename in a folder, survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def finish(name: str, output: Path, rows: Callable[[], Iterator[Tokens]]) -> list[WrittenFile]:
+    """Write what a trainer wants of format `name` beside the samples' files; see `Format.finish`. Raises OSError."""
+    written = find(name).finish(output / name, rows)
+    return [WrittenFile(name, str(path.relative_to(output)), *checksum(path)) for path in written]

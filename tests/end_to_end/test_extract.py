@@ -28,13 +28,9 @@ def take(source: Path, target: Path, rows: int) -> Path:
 
 def check(layertap: Layertap, output: Path, samples: int, formats: tuple[str, ...] = ("native",)) -> None:
     """The dataset holds exactly `samples` samples, each once a format, and all verify."""
-    assert layertap.json("verify", output) == {
-        "schema": 1,
-        "samples": samples,
-        "verified": samples,
-        "failed": 0,
-        "failures": [],
-    }
+    report = layertap.json("verify", output)
+    assert (report["samples"], report["verified"], report["failed"], report["failures"]) == (samples, samples, 0, [])
+    assert report["total"] == samples
     for name in formats:
         files = [path for path in (output / name).rglob("*") if path.is_file()]
         assert len(files) == samples
@@ -59,6 +55,29 @@ def test_real_rows(layertap: Layertap, server: dict[str, Any], work: Path, name:
     assert (made["samples"], made["written"], made["failed"], made["bad_rows"]) == (10, 10, 0, 0)
     check(layertap, output, 10, ("native", "specforge"))
     assert list(Path(server["dump_dir"]).glob("req_*")) == []
+
+
+def test_every_format_by_extract_and_by_export(layertap: Layertap, server: dict[str, Any], work: Path) -> None:
+    """What an extraction writes at once and what is exported later from native are the same files."""
+    names = ("specforge", "speculators", "speculators-fp8", "speculators-legacy", "modelopt")
+    rows, output, other = write_rows(work / "rows.jsonl", 7), work / "out", work / "other"
+    layertap("extract", rows, "--output", output, "--format", ",".join(("native", *names)))
+    report = layertap.json("verify", output)
+    assert (report["verified"], report["failures"]) == (7, [])
+    made = layertap.json("export", output, "--format", ",".join(names), "--output", other)
+    assert (made["written"], made["failed"], made["missing"]) == (7, 0, 0)
+    assert layertap.json("verify", other)["verified"] == 7
+    for name in names:
+        files = {path.relative_to(output) for path in (output / name).rglob("*") if path.is_file()}
+        assert files == {path.relative_to(other) for path in (other / name).rglob("*") if path.is_file()}
+        for path in files:
+            if path.name != "state.json":  # it holds a number of its own each time
+                assert (other / path).read_bytes() == (output / path).read_bytes(), path
+    layertap("extract", rows, "--output", other, code=2)
+    assert f"{other} was exported from {output}; extract into that" in layertap.narration
+    assert "7 samples · 7 verified · 0 failed" in layertap("verify", other)
+    layertap("export", output, "--format", "native", code=2)
+    assert "was extracted in native already" in layertap.narration
 
 
 def test_one_sample_token_by_token(layertap: Layertap, server: dict[str, Any], work: Path) -> None:
@@ -147,7 +166,7 @@ def test_a_pulled_copy_is_complete_and_is_not_extracted_into(
     report = layertap.json("verify", copy)
     assert (report["samples"], report["verified"]) == (3, 3)
     layertap("extract", rows, "--output", copy, "--format", "native,specforge", code=2)
-    assert f"{copy} is a copy that was pulled; extract into the dataset that it came from" in layertap.narration
+    assert f"{copy} is a copy that was pulled; write into the dataset that it came from" in layertap.narration
 
 
 def test_the_input_may_grow_and_may_not_shrink(layertap: Layertap, server: dict[str, Any], work: Path) -> None:

@@ -16,7 +16,8 @@ from capture import dump, formats, manifest
 from capture.ledger import Change, Ledger, LedgerError
 from capture.manifest import ManifestError
 from capture.rows import Row
-from capture.verify import Report, VerificationError, check_states, read_dump, verify_dataset
+from capture.verify import Report, VerificationError, check_states, read_dump
+from capture.verify_dataset import verify_dataset
 
 NAMES = ["aux_0", "aux_1", "aux_2", "final", "last"]
 TOKENS, HIDDEN = 6, 8
@@ -221,22 +222,29 @@ def failures(output: Path) -> list[tuple[int, str | None, str]]:
 
 
 def test_a_dataset_as_it_was_written(dataset: Path) -> None:
-    told: list[tuple[int, int]] = []
-    report = verify_dataset(dataset, lambda done, total: told.append((done, total)))
-    assert report == Report(1, 6, 6, 0, [])
-    assert told == [(6, 6)]
+    told: list[tuple[int, int, int]] = []
+    report = verify_dataset(dataset, lambda *now: told.append(now))
+    size = sum(path.stat().st_size for name in ("native", "specforge") for path in (dataset / name).rglob("*.*"))
+    assert report == Report(1, 6, 6, 0, [], total=6, bytes=size)
+    assert [(done, total) for done, total, _ in told] == [(n, 6) for n in range(1, 7)]
+    assert told[-1] == (6, 6, size)
     assert msgspec.json.decode(msgspec.json.encode(report)) == {
         "schema": 1,
         "samples": 6,
         "verified": 6,
         "failed": 0,
         "failures": [],
+        "total": 6,
+        "bytes": size,
+        "deviations": {},
     }
 
 
 def test_how_a_failure_is_reported(dataset: Path) -> None:
     (dataset / native(4)).unlink()
-    assert msgspec.json.decode(msgspec.json.encode(verify_dataset(dataset))) == {
+    report = msgspec.json.decode(msgspec.json.encode(verify_dataset(dataset)))
+    del report["bytes"], report["total"], report["deviations"]
+    assert report == {
         "schema": 1,
         "samples": 6,
         "verified": 5,
@@ -290,7 +298,10 @@ def test_files_of_two_samples_exchanged(dataset: Path) -> None:
     (dataset / native(0)).rename(dataset / "other")
     (dataset / native(2)).rename(dataset / native(0))
     (dataset / "other").rename(dataset / native(2))
-    assert [(sample, name) for sample, name, _ in failures(dataset)] == [(0, "native"), (2, "native")]
+    assert failures(dataset) == [
+        (0, "native", f"{native(0)} is the file of sample 2, exchanged or copied"),
+        (2, "native", f"{native(2)} is the file of sample 0, exchanged or copied"),
+    ]
 
 
 def recorded(dataset: Path, number: int, change: Callable[[Row, dict[str, torch.Tensor]], None]) -> None:
@@ -393,7 +404,7 @@ def test_a_large_dataset_is_gone_through_in_full(tmp_path: Path) -> None:
     with Ledger(tmp_path) as ledger:
         ledger.add(Row("rows.jsonl", n, [n], [0], False) for n in range(1500))
     told: list[tuple[int, int]] = []
-    report = verify_dataset(tmp_path, lambda done, total: told.append((done, total)))
+    report = verify_dataset(tmp_path, lambda done, total, _: told.append((done, total)))
     assert (report.samples, report.verified, report.failed) == (1500, 0, 1500)
     assert [failure.sample for failure in report.failures] == list(range(1500))
     assert told[-1] == (1500, 1500)

@@ -121,6 +121,7 @@ def test_help_and_version(layertap: Callable[..., Ran]) -> None:
         "extract",
         "pull",
         "verify",
+        "export",
         "sample",
         "diagnose",
         "stacks",

@@ -298,7 +298,66 @@ def test_progress(known: dict[str, Any], said: str) -> None:
 
 
 def test_the_progress_of_a_verification() -> None:
-    assert words.verifying({"done": 1_200, "total": 50_000}) == "1,200 / 50,000 samples"
+    now = {"done": 1_200, "total": 5_000, "bytes": 3_200_000_000, "bytes_per_second": 1.5e9}
+    assert words.verifying(now) == "[####----------------] · 1,200 / 5,000 samples · 3.2 GB · 1.5 GB/s"
+    assert words.verifying(dict(done=0, total=0, bytes=0, bytes_per_second=None)) == "0 / 0 samples · 0 B"
+
+
+REPORT = {"schema": 1, "samples": 6, "verified": 5, "failed": 1, "total": 6, "bytes": 9, "deviations": {}}
+
+
+def test_what_a_verification_came_to() -> None:
+    failures = [
+        {"sample": 3, "format": "native", "reason": "it is missing"},
+        {"sample": 4, "format": None, "reason": "it is not extracted"},
+        {"sample": None, "format": "speculators", "reason": "state.json is missing"},
+    ]
+    deviations = {"speculators-fp8": {"last": {"rows": 9, "mean": 0.0261, "largest": 0.0312}}}
+    assert list(words.verified(REPORT | {"failures": failures, "deviations": deviations})) == [
+        "6 samples · 5 verified · 1 failed",
+        "speculators-fp8: a row is off by, relative to its norm: last 2.61% (at most 3.12%)",
+        "  sample 3 native: it is missing",
+        "  sample 4: it is not extracted",
+        "  speculators: state.json is missing",
+    ]
+    some = REPORT | {"failures": [], "total": 5_000, "failed": 0, "verified": 6}
+    assert list(words.verified(some)) == ["6 of 5,000 samples · 6 verified · 0 failed"]
+
+
+def test_an_export_in_words() -> None:
+    now = {
+        "phase": "exporting",
+        "samples": 400,
+        "here": 100,
+        "written": 100,
+        "failed": 2,
+        "bytes_written": 4_000_000,
+        "bytes_per_second": 2e6,
+        "eta_seconds": 95.0,
+    }
+    shown = "[##########----------] · 200 / 400 samples · 4 MB · 2 MB/s · 2 failed · 95 s left"
+    assert words.exporting(now) == shown
+    assert words.exporting(now | {"phase": "finishing"}) == "writing what belongs beside the samples …"
+    made = {
+        "dataset": "/data/hs",
+        "output": "/data/out",
+        "formats": ["speculators", "modelopt"],
+        "here": 1,
+        "written": 5,
+        "failed": 1,
+        "missing": 2,
+        "bytes_written": 4_000_000,
+        "seconds": 1.5,
+        "deviations": {},
+        "failures": [{"sample": 3, "format": "native", "reason": "it is missing"}],
+        "hints": {"speculators": "--on-missing raise"},
+    }
+    assert list(words.exported(made)) == [
+        "5 samples written, 1 were here, 1 failed · 4 MB in 1.5 s · speculators, modelopt in /data/out",
+        "! 2 samples of /data/hs are not extracted, so they are not here either",
+        "  sample 3 native: it is missing",
+        "speculators: --on-missing raise",
+    ]
 
 
 def extraction(**known: Any) -> dict[str, Any]:

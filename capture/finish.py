@@ -1,0 +1,33 @@
+"""What a trainer wants beside the samples' files, written once they are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from capture import formats
+from capture.ledger import Ledger
+from capture.manifest import Finished, Manifest
+
+
+def finish(output: Path, manifest: Manifest, ledger: Ledger, names: Iterable[str]) -> None:
+    """Write it for the formats `names` where the samples have changed, and note it in `manifest`.
+
+    Raises LedgerError where a format cannot take these samples, OSError.
+    """
+    for name in names:
+        written = ledger.written_in(name)
+        if not written or not formats.find(name).finishes or is_finished(output, manifest, ledger, name):
+            continue
+        manifest.finished[name] = Finished(written, formats.finish(name, output, ledger.all_tokens))
+
+
+def is_finished(output: Path, manifest: Manifest, ledger: Ledger, name: str) -> bool:
+    """Whether what lies beside the samples' files is there, and was made of the samples that are written now."""
+    made = manifest.finished.get(name)
+    if made is None or made.samples != ledger.written_in(name):
+        return False
+    try:
+        return all((output / file.path).stat().st_size == file.bytes for file in made.files)
+    except OSError:
+        return False
