@@ -37,6 +37,8 @@ class ExtractForm(Grid):
     ExtractForm Horizontal Label { color: $text-muted; margin: 0 1 0 2; }
     ExtractForm Horizontal Label.first { margin: 0 1 0 0; }
     ExtractForm Check { margin: 0 2 0 0; }
+    ExtractForm #formats { grid-size: 3; grid-columns: 20 23 1fr; grid-rows: 1; grid-gutter: 0 1; height: auto; }
+    ExtractForm #formats Check { margin: 0; }
     ExtractForm Button { margin: 0 0 0 1; }
     ExtractForm #buttons Button { margin: 0 2 0 0; }
     """
@@ -53,7 +55,7 @@ class ExtractForm(Grid):
         yield Label("dataset")
         yield Input(placeholder="folder on the host: new, empty, or a dataset to go on with", id="output", compact=True)
         yield Label("formats")
-        with Horizontal(id="formats"):
+        with Grid(id="formats"):
             for name in FORMATS:
                 yield Check(name, id=f"format-{name}")
         yield Label("tensors")
