@@ -175,7 +175,7 @@ async def test_without_an_extraction_there_is_the_form(monkeypatch: pytest.Monke
         await open_screen(app, pilot, "New extraction")
         text = shown(app)
         assert "outputs of layers 2, 30, 58 (boundaries 3, 31, 59)  bfloat16, hidden 7,168" in text
-        assert "[x] native   [ ] specforge" in text
+        assert "[x] native           [ ] specforge" in text
         assert app.focused.id == "rows"
         assert not start_enabled(app)
         await pilot.press("escape")
@@ -188,7 +188,7 @@ async def test_a_new_one_is_asked_for_as_the_one_before(monkeypatch: pytest.Monk
     async with app.run_test(size=SIZE, notifications=True) as pilot:
         await open_screen(app, pilot, "f draws")
         await pilot.press("n")
-        await until_shown(pilot, "[x] native   [x] specforge")
+        await until_shown(pilot, "[x] native           [x] specforge")
         assert (value(app, "rows"), value(app, "output")) == (ROWS, "")
         assert app.focused.id == "output"
         await pilot.press("escape")
