@@ -20,15 +20,17 @@ GROWTH = 4e6  # bytes/s of memory
 BUSY = 95  # percent of a GPU
 IDLE = 5
 IDLE_POWER = 0.35  # of the limit: a real load draws more
+FEW = 5  # looks, of which less than all say nothing
 
 
 class Activity(msgspec.Struct):
     """What moved in the last `seconds`; None stands for not known.
 
     `compilers` are the titles of those that used CPU. `cpu_percent` is the mean use of one core by pid, `waiting` the
-    processes that stood in disk sleep all the time, `stopped_s` how long one has been stopped. `gpus_spin`: every GPU
-    of the server was busy throughout the last `gpu_seconds` with the power of an idle one, and its memory did not grow;
-    `gpus_work`: some GPU drew a real load. `idle_gpu` is the only idle one among busy ones.
+    processes that stood in disk sleep all the time, `running` those that ran or wanted to, however little of a core a
+    busy host gave them, `stopped_s` how long one has been stopped. `gpus_spin`: every GPU of the server was busy
+    throughout the last `gpu_seconds` with the power of an idle one, and its memory did not grow; `gpus_work`: some GPU
+    drew a real load. `idle_gpu` is the only idle one among busy ones.
     """
 
     seconds: float
@@ -37,6 +39,7 @@ class Activity(msgspec.Struct):
     memory_bytes_per_second: float | None = None
     cpu_percent: dict[int, float] = {}
     waiting: list[int] = []
+    running: list[int] = []
     stopped_s: dict[int, float] = {}
     gpu_seconds: float = 0.0
     gpus_spin: bool = False
@@ -100,7 +103,9 @@ class ActivityWatch:
             activity.read_bytes_per_second = sum(known) / seconds if known else None
             activity.memory_bytes_per_second = grown / seconds
         activity.cpu_percent = self._cpu(ours)
-        activity.waiting = [pid for pid in both if all(self._waits(look, pid) for look in self._looks)]
+        activity.waiting = [pid for pid in both if self._always("disk-sleep", pid)]
+        if len(self._looks) >= FEW:
+            activity.running = [pid for pid in both if self._always("running", pid)]
         stopped = {process.pid for process in processes if process.state == "stopped"}
         self._stopped = {pid: self._stopped.get(pid, now) for pid in stopped}
         activity.stopped_s = {pid: now - since for pid, since in self._stopped.items()}
@@ -126,10 +131,9 @@ class ActivityWatch:
                 found[pid] = sum(known) / len(known)
         return found
 
-    @staticmethod
-    def _waits(look: _Look, pid: int) -> bool:
-        process = look.processes.get(pid)
-        return process is not None and process.state == "disk-sleep"
+    def _always(self, state: str, pid: int) -> bool:
+        seen = [look.processes.get(pid) for look in self._looks]
+        return all(process is not None and process.state == state for process in seen)
 
     def _judge_gpus(self, activity: Activity) -> None:
         looks = [look for look in self._looks if look.gpus]

@@ -280,12 +280,13 @@ def _process_conditions(e: Evidence, limits: Limits) -> set[Need]:
     seen: set[Need] = set()
     everyone = [*e.ranks, *([e.launcher] if e.launcher else [])]
     cpu = [rank.cpu_percent for rank in e.ranks or everyone if rank.cpu_percent is not None]
+    running = e.activity is not None and any(rank.pid in e.activity.running for rank in e.ranks or everyone)
     if cpu:
-        if max(cpu) >= BUSY_PERCENT:
+        if max(cpu) >= BUSY_PERCENT or running:
             seen.add("ranks_busy")
-        if max(cpu) >= WORKING_PERCENT:
+        if max(cpu) >= WORKING_PERCENT or running:
             seen.add("computes")
-        if max(cpu) <= IDLE_PERCENT:
+        if max(cpu) <= IDLE_PERCENT and not running:
             seen |= {"ranks_idle", "cpu_idle"}
     if e.launcher and (e.launcher.cpu_percent or 0.0) >= BUSY_PERCENT:
         seen.add("main_busy")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helpers import Clock
 
-from backends.activity import SECONDS, ActivityWatch
+from backends.activity import FEW, SECONDS, ActivityWatch
 from backends.gpus import Gpu
 from backends.processes import ProcessSample
 
@@ -75,6 +75,14 @@ def test_cpu_is_a_mean_and_disk_sleep_lasts() -> None:
     )
     assert (found.cpu_percent, found.waiting) == ({1: 50.0}, [1])
     assert looked(([process(1, state="disk-sleep")], []), ([process(1)], [])).waiting == []
+
+
+def test_a_process_that_runs_whenever_it_may_is_told_from_one_that_runs_now_and_then() -> None:
+    """On a busy host either gets a small part of a core."""
+    starved = [([process(1, cpu=10.0, state="running")], [])] * FEW
+    assert looked(*starved, step=1.0).running == [1]
+    assert looked(*starved[:-1], step=1.0).running == []
+    assert looked(*starved, ([process(1, cpu=10.0)], []), step=1.0).running == []
 
 
 def test_how_long_a_process_is_stopped() -> None:
