@@ -47,6 +47,10 @@ Need = Literal[
     "pcie_narrow",
     "xid",
     "log_only",  # nothing but the log is known
+    "rank_gone",  # a process of the server is a zombie, or no longer there
+    "port_foreign",  # another process listens on the server's port
+    "tap_failed",  # tap.json says that it is not in, and why
+    "tap_missing",  # the log says ready, and there is no tap.json
 ]
 
 
@@ -76,6 +80,7 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     traceback: bool = False
     last_line: bool = False
     generic: bool = False
+    root: bool = False
     frames: list[str] = []
     examples: list[str] = []
     evidence: str = ""
@@ -185,6 +190,8 @@ def _fault(one: Signature) -> str | None:
         return "cause, remedy and evidence must be said"
     if one.traceback and one.kind != "benign":
         return "only what follows a benign line can be benign too"
+    if one.root and (one.generic or one.kind != "crash"):
+        return "only what says why a server ended can be the root of it"
     if one.kind == "hang" and not one.needs:
         return "a hang is never told by lines alone; it needs evidence"
     return None

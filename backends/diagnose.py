@@ -82,8 +82,6 @@ class Verdict(msgspec.Struct):
 
 
 READ_THE_LOG = "read the log around the first traceback (layertap logs)"
-STOP_NOW = "stop the server and launch it again once that is put right; nothing can be drawn from it"
-FREE_THE_PORT = "stop what holds the port, or launch on another one"
 LOOK_AGAIN = "look again for ten seconds (layertap status --watch)"
 
 
@@ -109,7 +107,7 @@ def _judge(e: Evidence, limits: Limits) -> Verdict:
     dead = [rank.name for rank in e.ranks if rank.state in ("zombie", "dead")] + e.missing
     if dead:
         # SGLang before 0.5.11 does not watch its children, and the port stays open without them.
-        return Verdict("crashed", f"{', '.join(dead)} is dead while the launcher still runs", READ_THE_LOG)
+        return _named("crashed", "rank-gone", f"{', '.join(dead)} is dead while the launcher still runs")
     return _up(e, limits) if e.ready_seen else _starting(e, limits)
 
 
@@ -139,7 +137,7 @@ def crash(line: str, phase: str | None, hits: Iterable[Hit], at: int | None, ker
     of_kernel = [(known.of_crash(message, phase), None) for message in kernel]
     found: dict[str, int | None] = {}
     told = [(one, number) for one, number in [(of_line, at), *near, *of_kernel] if one is not None]
-    for one, number in sorted(told, key=lambda pair: pair[0].generic):
+    for one, number in sorted(told, key=lambda pair: (not pair[0].root, pair[0].generic)):
         # Of one line only the most specific meaning counts, and a generic one only where there is no other.
         taken = number is not None and number in found.values()
         if one.kind == "crash" and not taken and not (found and one.generic):
@@ -157,11 +155,11 @@ def crash(line: str, phase: str | None, hits: Iterable[Hit], at: int | None, ker
 
 def _starting(e: Evidence, limits: Limits) -> Verdict:
     if e.tap_error is not None:
-        return Verdict("starting", f"the tap failed ({e.tap_error}), and the server will come up without it", STOP_NOW)
+        cause = f"the tap failed ({e.tap_error}), and the server will come up without it"
+        return _named("starting", "tap-failed", cause)
     if e.port_open and e.listener_is_ours is False:
-        return Verdict(
-            "starting", f"{port_words(e)} belongs to another process, so this start will fail", FREE_THE_PORT
-        )
+        cause = f"{port_words(e)} belongs to another process, so this start will fail"
+        return _named("starting", "port-foreign", cause)
     seen = conditions(e, limits)
     if "rank_stopped" in seen:
         return _found("hang_suspected", "hang", e, seen)
@@ -182,9 +180,8 @@ def _starting(e: Evidence, limits: Limits) -> Verdict:
 def _up(e: Evidence, limits: Limits) -> Verdict:
     """The log says ready; that alone is not enough."""
     if e.listener_is_ours is False:
-        return Verdict(
-            "crashed", f"{port_words(e)} belongs to another process; this server never got it", FREE_THE_PORT
-        )
+        cause = f"{port_words(e)} belongs to another process; this server never got it"
+        return _named("crashed", "port-foreign", cause)
     if e.port_open is False:
         return Verdict("unknown", f"the log says ready, but {port_words(e)} is closed", READ_THE_LOG)
     seen = conditions(e, limits)
@@ -193,13 +190,9 @@ def _up(e: Evidence, limits: Limits) -> Verdict:
     if "health_fails" in seen:
         return _sick(e, seen, limits)
     if e.tap_error is not None:
-        return Verdict("unknown", f"the tap failed: {e.tap_error}", STOP_NOW)
+        return _named("unknown", "tap-failed", f"the tap failed: {e.tap_error}")
     if e.tap_in is False:
-        return Verdict(
-            "unknown",
-            "the server is up without the tap",
-            "look in the log for why SGLang skipped the plugin layertap, stop the server and launch it again",
-        )
+        return _named("unknown", "tap-missing")
     missing = [
         name
         for name, value in (("/health", e.health), ("who listens", e.listener_is_ours), ("the tap", e.tap_in))
@@ -333,6 +326,12 @@ def _repeated(hit: Hit, e: Evidence) -> bool:
     """Whether a line that needs no other evidence comes again and again, up to now."""
     age = None if e.log_lines is None or e.log_silent_s is None else e.log_lines - hit.last
     return hit.count >= REPEATED and age is not None and age <= NEAR and (e.log_silent_s or 0.0) <= RECENT
+
+
+def _named(state: State, name: str, cause: str | None = None) -> Verdict:
+    """What one signature says, in more exact words where there are some."""
+    one = catalogue().by_id[name]
+    return Verdict(state, cause or one.cause, one.remedy, findings=[name])
 
 
 def _found(state: State, kind: str, e: Evidence, seen: set[Need]) -> Verdict:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
+from collections.abc import Collection
 
 from backends.catalogue import catalogue
 
@@ -12,20 +14,26 @@ KMSG = "/dev/kmsg"
 RECORD = 8192  # bytes; the kernel gives one a read
 KEPT = 10
 EARLY = 5.0  # seconds; the two clocks differ a little
+VICTIM = re.compile(r"Killed process (\d+)")
+FIRST_NAMESPACE = 0xEFFFFFFC  # inode of the kernel's own pid namespace: elsewhere it counts processes otherwise
 
 
 class KernelLog:
     """Follows the kernel's log since a moment; keeps the newest lines that the catalogue knows."""
 
     def __init__(self, since: float, path: str = KMSG) -> None:
+        self._same_numbers = os.stat("/proc/self/ns/pid").st_ino == FIRST_NAMESPACE
         self._since = since - EARLY
         self._lines: list[str] = []
         self._file: int | None = None
         with contextlib.suppress(OSError):  # many hosts keep it from plain users, and containers have none
             self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
-    def read(self) -> list[str]:
-        """The lines up to now; empty also where the log may not be read."""
+    def read(self, pids: Collection[int] = ()) -> list[str]:
+        """The lines up to now; empty also where the log may not be read.
+
+        `pids` are the processes that the run was ever seen to have: a victim that is none of them is another's.
+        """
         boot = time.time() - time.clock_gettime(time.CLOCK_MONOTONIC)
         while self._file is not None:
             try:
@@ -45,7 +53,11 @@ class KernelLog:
             young = len(fields) > 2 and fields[2].isdigit() and boot + int(fields[2]) / 1e6 >= self._since
             if young and catalogue().of_crash(told, None):
                 self._lines = [*self._lines, told][-KEPT:]
-        return self._lines
+        return [line for line in self._lines if not self._of_another(line, pids)]
+
+    def _of_another(self, line: str, pids: Collection[int]) -> bool:
+        victim = VICTIM.search(line)
+        return bool(victim and pids and self._same_numbers and int(victim[1]) not in pids)
 
     def close(self) -> None:
         """Let it go."""

@@ -20,6 +20,13 @@ from capture.layers import LayerChoice
 from capture.settings import SETTINGS_VARIABLE, TapSettings
 
 EMBEDDED = "embedded:"
+INDEX = "model.safetensors.index.json"
+LFS_POINTER = b"version https://git-lfs"
+SHOWN_NAMES = 3
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
 
 
 class Launching(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -130,7 +137,35 @@ def model_folder(model: str) -> str:
     path = Path(model).expanduser()
     if not (path / "config.json").exists():
         raise UsageError(f"model {path}: no config.json there; give the folder of a downloaded model on the host")
+    if missing := missing_shards(path):
+        raise UsageError(f"model {path}: {_named(missing)} not there or no weights; download the model again")
     return str(path)
+
+
+def missing_shards(model: Path) -> list[str]:
+    """Files that a model's index names and that are not there, or are Git LFS's pointers to them.
+
+    SGLang before 0.5.23 starts without them, on weights that nobody loaded.
+    """
+    try:
+        index = msgspec.json.decode((model / INDEX).read_bytes(), type=_Index)
+    except (OSError, msgspec.MsgspecError):
+        return []
+    return [name for name in sorted(set(index.weight_map.values())) if not _holds_weights(model / name)]
+
+
+def _holds_weights(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(LFS_POINTER)) != LFS_POINTER
+    except OSError:
+        return False
+
+
+def _named(names: list[str]) -> str:
+    """A few names and how many more there are, with the verb."""
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return f"{', '.join(names[:SHOWN_NAMES])}{more} {'is' if len(names) == 1 else 'are'}"
 
 
 def embedded_model(name: str) -> Path:

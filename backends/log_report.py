@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from backends.catalogue import Signature, catalogue
+from backends.catalogue import Need, Signature, catalogue
 from backends.diagnose import READ_THE_LOG, Limits, State, crash
 from backends.errors import UsageError
 from backends.reading import Hit, LogReader
@@ -137,16 +137,30 @@ def _hits(reader: LogReader, kind: str) -> list[Hit]:
 
 def _at_the_end(reader: LogReader, kind: str, phase: str | None) -> list[Signature]:
     """Signatures of a kind that the log's end may mean; the general one last."""
+    seen: set[Need] = {"silent", "log_only"}
+    if reader.startup.laggard:
+        seen.add("rank_behind")
     found = [
         one
         for one in catalogue().signatures
         if one.kind == kind
-        and one.id in reader.hits
         and one.in_phase(phase)
-        and (not one.last_line or reader.last_line(one))
+        and (_ends_with(reader, one) if one.lines else seen.issuperset(_readable(one)))
     ]
-    general = [one for one in catalogue().signatures if one.kind == kind and "log_only" in one.needs]
-    return sorted(found, key=lambda one: one.generic) + general
+    return sorted(found, key=lambda one: (one.generic, "log_only" in one.needs))
+
+
+def _ends_with(reader: LogReader, one: Signature) -> bool:
+    """Whether the log holds a signature's lines, as the last ones where they are normal before."""
+    return one.id in reader.hits and (not one.last_line or reader.last_line(one))
+
+
+def _readable(one: Signature) -> set[Need]:
+    """What must be seen for a signature, as far as a log could show it.
+
+    A log shows no compilers. Of what holds in a few phases only, they are left out: it says what it may be.
+    """
+    return {need for need in one.needs if need != "no_compiler" or not one.phases}
 
 
 def _seen(reader: LogReader, one: Signature) -> list[str]:

@@ -88,6 +88,7 @@ class ServerWatch:
         self.health = Health(run.spec.port or 0)
         self.processes = RunProcesses(run)
         self.kernel = KernelLog(run.spec.created)
+        self.pids: set[int] = set()  # of all processes that were seen of it
         self.lock = threading.Lock()
         self._gpus = gpus
 
@@ -150,6 +151,7 @@ class ServerWatch:
         tap, tap_error = self._tap()
         state, ended, port, running = run.state(), run.exit, run.spec.port or 0, run.running
         processes = self.processes.look() if state == "running" else []
+        self.pids |= {process.pid for process in processes}
         listener = _listener(port, {process.pid for process in processes})
         return Observation(
             at=time.time(),
@@ -168,7 +170,7 @@ class ServerWatch:
             tap_error=tap_error,
             processes=processes,
             gpus=self._our_gpus(processes),
-            kernel=self.kernel.read(),
+            kernel=self.kernel.read(self.pids),
         )
 
     def _our_gpus(self, processes: list[ProcessSample]) -> list[Gpu]:

@@ -50,5 +50,20 @@ def test_what_was_before_the_run_does_not_count(tmp_path: Path) -> None:
     os.close(end)
 
 
+def test_a_victim_of_another_run_does_not_count(tmp_path: Path) -> None:
+    path, end = feed(tmp_path)
+    log = KernelLog(time.time() - 10, path)
+    log._same_numbers = True  # as on the host itself
+    os.write(end, record(OOM).encode())
+    assert log.read() == [OOM]  # nothing is known of the run
+    os.write(end, record(XID).encode())
+    assert log.read({7, 8}) == [OOM, XID]
+    assert log.read({8}) == [XID]
+    log._same_numbers = False  # in a container the kernel's numbers are not ours
+    assert log.read({8}) == [OOM, XID]
+    log.close()
+    os.close(end)
+
+
 def test_a_kernel_log_that_may_not_be_read(tmp_path: Path) -> None:
     assert KernelLog(0, str(tmp_path / "none")).read() == []

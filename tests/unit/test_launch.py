@@ -69,6 +69,23 @@ def test_a_model_that_is_not_there(refused: Callable[..., str], home: Path) -> N
     )
 
 
+def test_a_model_that_was_not_downloaded_to_its_end(refused: Callable[..., str], model: Path) -> None:
+    """SGLang finds it late, and before 0.5.23 not at all."""
+    names = [f"model-{number}-of-6.safetensors" for number in range(1, 7)]
+    index = {"metadata": {}, "weight_map": {f"layer.{number}": name for number, name in enumerate(names)}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in names:
+        (model / name).write_bytes(b"\x08\x00")
+    (model / names[1]).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:x\nsize 5\n")
+    sentence = f"model {model}: {names[1]} is not there or no weights; download the model again"
+    assert refused(UsageError, model=str(model)) == sentence
+    for name in names[2:]:
+        (model / name).unlink()
+    shown = ", ".join(names[1:4])
+    sentence = f"model {model}: {shown} and 2 more are not there or no weights; download the model again"
+    assert refused(UsageError, model=str(model)) == sentence
+
+
 def test_a_dump_root_that_is_a_symbolic_link(refused: Callable[..., str], home: Path) -> None:
     (home / "real").mkdir(mode=0o700)
     (home / "dumps").symlink_to(home / "real")

@@ -132,6 +132,9 @@ TABLE = {
         starting("graphs", 400, detail="12 of 36 graphs", detail_s=400), "hang_suspected", "capture-stall"
     ),
     "a process spins without a GPU": (starting("kv", 150, ranks=ranks(99.0, 98.0)), "hang_suspected", "start-spins"),
+    "a process that would spin, but gets little CPU": (
+        starting("kv", 150, ranks=ranks(12.0, 9.0), activity=activity(running=[100])), "hang_suspected", "start-spins"
+    ),
     "nothing at all moves": (starting("kv", 150), "hang_suspected", "start-stands"),
     "the warm-up does not come back": (starting("warm_up", 620), "hang_suspected", "warmup-hang"),
     "a spinning collective, long before the silence is long": (
@@ -193,11 +196,16 @@ TABLE = {
     "one retraction, once": (up(hits=[hit("kv-retract", 300)]), "healthy", None),
     "an error that was survived": (up(hits=[hit("runtime-oom", 690)]), "healthy", None),
     # Ends.
-    "a false ready": (up(listener_is_ours=False), "crashed", None),
+    "a false ready": (up(listener_is_ours=False), "crashed", "port-foreign"),
     "a crash whose port lingers": (
         up(crashed="Subprocess detokenizer (pid=7) crashed with exit code -11.", crashed_line=690), "crashed", "child-died"
     ),
-    "a rank is gone": (up(missing=["scheduler_TP1"]), "crashed", None),
+    "a rank is gone": (up(missing=["scheduler_TP1"]), "crashed", "rank-gone"),
+    "a port that another process took": (
+        starting("weights", 3, port_open=True, listener_is_ours=False), "starting", "port-foreign"
+    ),
+    "a tap that failed": (starting("weights", 3, tap_error="no room"), "starting", "tap-failed"),
+    "up without the tap": (up(tap_in=False), "unknown", "tap-missing"),
     "the kernel names the victim": (
         Evidence(process_alive=False, exit_code=1, kernel=["Out of memory: Killed process 7 (sglang::schedul) total-vm:1kB"]),
         "crashed",
@@ -213,12 +221,16 @@ TABLE = {
 }  # fmt: skip
 
 
+IN_EXACT_WORDS = ("port-foreign", "rank-gone", "tap-failed")  # which port, which rank, why
+
+
 @pytest.mark.parametrize(("evidence", "verdict", "first"), TABLE.values(), ids=TABLE.keys())
 def test_verdict(evidence: Evidence, verdict: str, first: str | None) -> None:
     found = diagnose(evidence)
     assert (found.verdict, next(iter(found.findings), None)) == (verdict, first)
     if first:
-        assert (found.cause, found.remedy) == (catalogue().by_id[first].cause, catalogue().by_id[first].remedy)
+        assert found.remedy == catalogue().by_id[first].remedy
+        assert first in IN_EXACT_WORDS or found.cause == catalogue().by_id[first].cause
 
 
 @pytest.mark.parametrize("phase", SILENCE)

@@ -1,0 +1,97 @@
+"""Logs of other releases and of failures that take many GPUs, made from SGLang's own templates: what each one means.
+
+A name ends in the release; `logs/` holds them. They end where the trouble is, and are judged some time after that.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from backends.diagnose import Limits
+from backends.log_report import Report, judge, read
+
+LOGS = Path(__file__).parent / "logs"
+HOUR = 3600.0
+
+
+class Truth(NamedTuple):
+    """What is to be said of a log `later` seconds after its last line: verdict, first finding, phase, since when."""
+
+    verdict: str
+    first: str | None
+    phase: str | None
+    since: str | None = None
+    later: float = HOUR
+
+
+TABLE = {
+    # Starts that are well, whatever they look like.
+    "healthy-0.5.9": Truth("healthy", None, "ready"),
+    "healthy-0.5.16-with-a-draft": Truth("healthy", None, "ready"),
+    "healthy-0.5.20": Truth("healthy", None, "ready"),
+    "healthy-0.5.23-deepgemm": Truth("healthy", None, "ready"),
+    "soft-watchdog-0.5.16": Truth("healthy", None, "ready"),
+    "stopped-0.5.23": Truth("stopped", None, "ready"),
+    "weights-load-0.5.16": Truth("starting", None, "weights", later=30.0),
+    "deepgemm-compiles-0.5.11": Truth("slow_but_fine", "deepgemm-precompile", "tune", "09:05:17", later=600.0),
+    # Hangs: the log ends, and it has been long.
+    "nccl-group-never-forms-0.5.9": Truth("hang_suspected", "nccl-init-stall", "dist", "09:00:09"),
+    "first-collective-hangs-0.5.16": Truth("hang_suspected", "first-collective", "dist", "09:00:10"),
+    "one-rank-still-loads-0.5.16": Truth("hang_suspected", "rank-behind", "weights"),
+    "custom-all-reduce-wedge-0.5.11": Truth("hang_suspected", "custom-ar-wedge", "graphs"),
+    "jit-lock-0.5.16": Truth("hang_suspected", "jit-lock-stale", "graphs"),
+    "autotune-stands-0.5.16": Truth("hang_suspected", "autotune-stuck", "tune"),
+    "warm-up-stands-0.5.23": Truth("hang_suspected", "warmup-hang", "warm_up"),
+    # Crashes: the first rank's own words, not what the others say of it.
+    "oom-on-one-rank-0.5.16": Truth("crashed", "cuda-oom-load", "weights", "09:00:53"),
+    "oom-in-capture-0.5.11": Truth("crashed", "cuda-oom-capture", "graphs"),
+    "nccl-time-out-0.5.11": Truth("crashed", "nccl-timeout", "weights"),
+    "illegal-access-0.5.16": Truth("crashed", "illegal-access", "ready"),
+    "xid-79-0.5.23": Truth("crashed", "gpu-lost", "ready"),
+    "killed-rank-0.5.9": Truth("crashed", "host-oom-kill", "weights", "09:01:43"),
+    "killed-rank-0.5.23": Truth("crashed", "host-oom-kill", "weights"),
+    "rank-skew-0.5.16": Truth("crashed", "rank-skew-load", "weights"),
+    "watchdog-0.5.9": Truth("crashed", "sched-watchdog", "ready"),
+    "watchdog-0.5.16": Truth("crashed", "sched-watchdog", "ready"),
+    "false-ready-0.5.23": Truth("crashed", "http-port-in-use", "ready"),
+    "warm-up-by-proxy-0.5.16": Truth("crashed", "warmup-proxy", "warm_up"),
+    "warm-up-never-returns-0.5.16": Truth("crashed", "warmup-failed", "warm_up"),
+    "small-dev-shm-0.5.16": Truth("crashed", "shm-too-small", "dist"),
+    "unbalanced-memory-0.5.11": Truth("crashed", "mem-unbalanced", "dist"),
+    "no-room-for-kv-0.5.16": Truth("crashed", "static-mem-too-small", "weights"),
+    "deepgemm-on-sm120-0.5.11": Truth("crashed", "sm120-deepgemm", "graphs"),
+    "bad-flag-0.5.23": Truth("crashed", "bad-flag", None),
+    # Up, and not well.
+    "retracts-0.5.16": Truth("degraded", "kv-retract", "ready"),
+    "health-fails-0.5.16": Truth("degraded", "health-failed", "ready"),
+}
+
+
+def judged(name: str, later: float) -> Report:
+    reader = read(LOGS / f"{name}.log")
+    return judge(reader, (reader.startup.last_stamp or 0.0) + later, Limits())
+
+
+def test_every_log_has_its_truth() -> None:
+    assert {path.stem for path in LOGS.glob("*.log")} == set(TABLE)
+
+
+@pytest.mark.parametrize(("name", "truth"), TABLE.items(), ids=TABLE)
+def test_what_a_log_means(name: str, truth: Truth) -> None:
+    made = judged(name, truth.later)
+    first = made.findings[0] if made.findings else None
+    phase = made.phases[-1].id if made.phases else None
+    assert (made.verdict, first and first.id, phase) == (truth.verdict, truth.first, truth.phase)
+    if truth.since and first:
+        assert first.since is not None
+        assert clock(first.since) == truth.since
+    if first:
+        assert first.evidence and first.cause and first.remedy
+
+
+def clock(moment: float) -> str:
+    return f"{datetime.fromtimestamp(moment):%H:%M:%S}"
