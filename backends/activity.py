@@ -30,7 +30,7 @@ class Activity(msgspec.Struct):
     processes that stood in disk sleep all the time, `running` those that ran or wanted to, however little of a core a
     busy host gave them, `stopped_s` how long one has been stopped. `gpus_spin`: every GPU of the server was busy
     throughout the last `gpu_seconds` with the power of an idle one, and its memory did not grow; `gpus_work`: some GPU
-    drew a real load. `idle_gpu` is the only idle one among busy ones.
+    was used, `gpus_draw`: with the power of a real load. `idle_gpu` is the only idle one among busy ones.
     """
 
     seconds: float
@@ -44,6 +44,7 @@ class Activity(msgspec.Struct):
     gpu_seconds: float = 0.0
     gpus_spin: bool = False
     gpus_work: bool = False
+    gpus_draw: bool = False
     idle_gpu: int | None = None
 
     @property
@@ -155,13 +156,14 @@ class ActivityWatch:
         draws = [index for index, seen in by_index.items() if any(_draws_load(gpu) for gpu in seen)]
         grows = any((seen[-1].memory_used_bytes or 0) > (seen[0].memory_used_bytes or 0) for seen in by_index.values())
         activity.gpus_spin = len(busy) == len(by_index) and not draws and not grows
+        activity.gpus_draw = any(_draws_load(gpu, unknown=False) for gpu in looks[-1].gpus)
         activity.gpus_work = bool(draws) or any((gpu.utilisation_percent or 0) > IDLE for gpu in looks[-1].gpus)
         if len(by_index) > 1 and len(idle) == 1 and len(busy) == len(by_index) - 1:
             activity.idle_gpu = idle[0]
 
 
-def _draws_load(gpu: Gpu) -> bool:
-    """Whether a GPU draws more power than one that only spins; also where that is not known."""
+def _draws_load(gpu: Gpu, unknown: bool = True) -> bool:
+    """Whether a GPU draws more power than one that only spins; `unknown` where nobody knows."""
     if gpu.power_watts is None or not gpu.power_limit_watts:
-        return True
+        return unknown
     return gpu.power_watts > IDLE_POWER * gpu.power_limit_watts

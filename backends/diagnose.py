@@ -210,7 +210,8 @@ def _sick(e: Evidence, seen: set[Need], limits: Limits) -> Verdict:
         return _found("slow_but_fine", "slow", e, seen)
     waited = e.health is None or (e.health_s or 0.0) >= FAST
     still = e.activity is not None and e.activity.seconds >= limits.window and "computes" not in seen
-    if waited and (still or "silent" in seen):
+    draws = e.activity is not None and e.activity.gpus_draw  # what spins does not
+    if waited and (still or ("silent" in seen and not draws)):
         return _found("hang_suspected", "hang", e, seen)
     if waited and (found := _holding("degraded", e, seen)):
         return _spoken("degraded", found)

@@ -17,6 +17,7 @@ from typing import Any
 
 SECONDS = float(os.environ.get("LAYERTAP_FAULT_SECONDS", "60"))  # for which what is slow but fine goes on
 FOR_EVER = 24 * 3600.0
+LOAD_WEIGHTS = "sglang.srt.model_loader.loader.DefaultModelLoader.load_model"
 LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
 
@@ -25,10 +26,10 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     fault = os.environ.get("LAYERTAP_FAULT", "")
-    if fault in BEFORE_LOAD:
-        HookRegistry.register(LOAD_MODEL, lambda runner, *_, **__: BEFORE_LOAD[fault](runner), HookType.BEFORE)
-    elif fault in AFTER_LOAD:
-        HookRegistry.register(LOAD_MODEL, lambda _, runner, *__, **___: AFTER_LOAD[fault](runner), HookType.AFTER)
+    if fault in WHILE_LOADING:
+        HookRegistry.register(LOAD_WEIGHTS, lambda *_, **__: WHILE_LOADING[fault](), HookType.BEFORE)
+    elif fault in WHEN_LOADED:
+        HookRegistry.register(LOAD_MODEL, lambda _, runner, *__, **___: WHEN_LOADED[fault](runner), HookType.AFTER)
     else:
         raise ValueError(f"LAYERTAP_FAULT is {fault!r}")
 
@@ -43,18 +44,18 @@ def rank() -> int:
     return int(get_tp_group().rank_in_group)
 
 
-def sleep(_: Any) -> None:
+def sleep() -> None:
     begun()
     time.sleep(FOR_EVER)
 
 
-def spin(_: Any) -> None:
+def spin() -> None:
     begun()
     while True:
         pass
 
 
-def compile_kernels(_: Any) -> None:
+def compile_kernels() -> None:
     """A compiler below the scheduler uses CPU, and nothing is logged."""
     begun()
     with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +65,7 @@ def compile_kernels(_: Any) -> None:
         subprocess.run([compiler, "-S", "-c", loop], check=True)
 
 
-def read_slowly(_: Any) -> None:
+def read_slowly() -> None:
     """Bytes come from the disk, a few MB a second, and nothing is logged."""
     begun()
     chunk = 1 << 20
@@ -80,7 +81,7 @@ def read_slowly(_: Any) -> None:
                 time.sleep(0.2)
 
 
-def exceed_limit(_: Any) -> None:
+def exceed_limit() -> None:
     """Weights that do not fit into the memory that the process may have."""
     import torch
 
@@ -89,7 +90,7 @@ def exceed_limit(_: Any) -> None:
     torch.zeros(16 << 30, dtype=torch.uint8)
 
 
-def exceed_cgroup(_: Any) -> None:
+def exceed_cgroup() -> None:
     """Weights that do not fit into the container's memory: the kernel ends the process."""
     group = Path(os.environ["LAYERTAP_FAULT_CGROUP"]) / f"layertap-fault-{os.getpid()}"
     group.mkdir()
@@ -138,7 +139,7 @@ def deadlock(_: Any) -> None:
         dist.all_reduce(torch.zeros(1), group=ranks)
 
 
-BEFORE_LOAD: dict[str, Callable[[Any], None]] = {
+WHILE_LOADING: dict[str, Callable[[], None]] = {
     "sleep": sleep,
     "spin": spin,
     "compile": compile_kernels,
@@ -146,7 +147,7 @@ BEFORE_LOAD: dict[str, Callable[[Any], None]] = {
     "exceed-limit": exceed_limit,
     "exceed-cgroup": exceed_cgroup,
 }
-AFTER_LOAD: dict[str, Callable[[Any], None]] = {
+WHEN_LOADED: dict[str, Callable[[Any], None]] = {
     "capture": switch_capture_on,
     "capture-and-wedge": switch_capture_on_and_wedge,
     "deadlock": deadlock,
