@@ -63,7 +63,7 @@ class Agent:
         self.examiner = Doctor(Place(self.runs, payload))
         self.watches: dict[str, ServerWatch] = {}
         self.limits = _limits()
-        self.reported: set[str] = set()  # runs whose stacks were read, since they seem to hang
+        self.reported: set[tuple[str, str | None]] = set()  # runs, and phases in which they seemed to hang
         self.lock = threading.Lock()
 
     def hello(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class Agent:
             watch = self.watches[run.id]
         seen = watch.look()
         if seen["verdict"]["verdict"] == "hang_suspected":
-            self._report_once(run)
+            self._report_once(run, seen["phase"])
         newest = stacks.newest_report(run)
         return self.run(run.id) | seen | {"earlier": watch.earlier, "stacks": str(newest) if newest else None}
 
@@ -263,17 +263,20 @@ class Agent:
         except OSError as error:
             raise UsageError(f"{place}: {error}") from error
 
-    def _report_once(self, run: runs.Run) -> None:
-        """Read the stacks of a run that seems to hang, once and in a thread of its own: the status does not wait."""
+    def _report_once(self, run: runs.Run, phase: str | None) -> None:
+        """Read the stacks of a run that seems to hang, once a phase: a hang that was none must not hide the next one.
+
+        In a thread of its own: the status does not wait.
+        """
 
         def report() -> None:
             with contextlib.suppress(LayertapError, OSError):  # whoever asks for the stacks is told why there are none
                 stacks.make_report(run)
 
         with self.lock:
-            if run.id in self.reported:
+            if (run.id, phase) in self.reported:
                 return
-            self.reported.add(run.id)
+            self.reported.add((run.id, phase))
         threading.Thread(target=report, daemon=True).start()
 
     def _newest_server(self, port: int | None) -> runs.Run | None:
