@@ -25,6 +25,7 @@ SILENCE = {
     "kv": 120.0,
     "tune": 900.0,
     "graphs": 300.0,
+    "draft": 300.0,
     "limits": 120.0,
     "http": 600.0,
     "warm_up": 600.0,

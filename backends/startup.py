@@ -13,8 +13,11 @@ from typing import NamedTuple
 
 import msgspec
 
-PHASES = ("args", "dist", "weights", "kv", "tune", "graphs", "limits", "http", "warm_up", "ready")
-"""Phase ids in the order in which SGLang goes through them; a launch may skip `tune` and `graphs`."""
+PHASES = ("args", "dist", "weights", "kv", "tune", "graphs", "draft", "limits", "http", "warm_up", "ready")
+"""Phase ids in the order in which SGLang goes through them; a launch may skip `tune`, `graphs` and `draft`.
+
+`draft` is all that is done for the draft model of speculative decoding: its weights, its cache, its graphs.
+"""
 
 
 class Phase(msgspec.Struct):
@@ -50,6 +53,8 @@ def _marker(phase: str, needle: str, pattern: str, detail: str = "", *, every_ra
 
 _BAR = r":\s*\d+%.*?(?P<n>\d+)/(?P<m>\d+) \["
 _PROGRESS = frozenset({"n", "m"})
+_OF_A_MODEL = frozenset({"weights", "kv", "tune", "graphs"})  # phases that a draft model goes through again
+_LOADS, _LOADED = "Load weight begin", "Load weight end"
 
 # In the order in which a rank prints them.
 MARKERS = (
@@ -57,7 +62,7 @@ MARKERS = (
     _marker("dist", " begin.", r"Init (?:torch distributed|parallel) begin\.", every_rank=True),
     _marker("dist", "nccl==", r"sglang is using nccl==(?P<nccl>[\d.]+)"),
     _marker("dist", " ends. elapsed=", r"Init (?:torch distributed|parallel) ends\.", every_rank=True),
-    _marker("weights", "Load weight begin", r"Load weight begin\.", every_rank=True),
+    _marker("weights", _LOADS, r"Load weight begin\.", every_rank=True),
     _marker(
         "weights",
         "% Completed |",
@@ -66,7 +71,7 @@ MARKERS = (
     ),
     _marker(
         "weights",
-        "Load weight end",
+        _LOADED,
         r"Load weight end\. elapsed=(?P<weights_s>[\d.]+) s, type=(?P<architecture>\w+),"
         r".*?avail mem=(?P<free_gb>-?[\d.]+) GB, mem usage=(?P<weights_gb>-?[\d.]+) GB",
         "{weights_gb} GB a rank",
@@ -138,7 +143,9 @@ class Startup:
         self.crashed_at: float | None = None
         self.effective: dict[str, int | float | str] = {}
         self._phases: dict[str, Phase] = {}
-        self._rank_steps: dict[str, int] = {}
+        self._rank_steps: dict[str, int] = {}  # the farthest marker of each, also of "", the only rank of its server
+        self._loaded: set[str] = set()  # ranks whose weights are loaded
+        self._drafting: set[str] = set()  # ranks that went on to the draft model
         self._stamp_text = ""
         self._crash = _Crash()
 
@@ -166,12 +173,12 @@ class Startup:
     @property
     def per_rank(self) -> dict[str, str]:
         """The phase each rank is in, by its tag ("TP0"), while ranks start; one-rank servers have no tags."""
-        return {rank: MARKERS[step].phase for rank, step in self._rank_steps.items()}
+        return {rank: self._phase_of(rank) for rank in self._rank_steps if rank}
 
     @property
     def laggard(self) -> str | None:
         """The rank that is behind the others: the suspect of a stalled start. None when none is, or all are done."""
-        steps = self._rank_steps
+        steps = {rank: (rank in self._drafting, step) for rank, step in self._rank_steps.items() if rank}
         if not steps or "http" in self._phases or min(steps.values()) == max(steps.values()):
             return None
         return min(steps, key=steps.__getitem__)
@@ -221,28 +228,45 @@ class Startup:
             found = marker.pattern.match(message)
             if found is None:
                 continue
-            phase = self._reach(marker.phase)
+            phase = self._reach(rank, marker)
             values = {name: text for name, text in found.groupdict().items() if text not in (None, "None")}
             if marker.detail:
                 phase.detail = marker.detail.format_map(values)
-            self.effective.update({name: _number(text) for name, text in values.items() if name not in _PROGRESS})
-            if rank and marker.every_rank:
+            if phase.id != "draft":
+                self.effective.update({name: _number(text) for name, text in values.items() if name not in _PROGRESS})
+            if marker.every_rank:
                 self._rank_steps[rank] = max(step, self._rank_steps.get(rank, step))
             if marker.phase == "args":
                 self._read_args(message)
             self.ready = marker.phase == "ready"
             return
 
-    def _reach(self, name: str) -> Phase:
-        """The phase, reached now if it was not before; a slower rank's line extends one that is over."""
+    def _reach(self, rank: str, marker: Marker) -> Phase:
+        """The phase of a rank's line, reached now if it was not before.
+
+        A slower rank's line extends a phase that is over; what a rank says again of one that it has left does not.
+        """
+        if marker.needle == _LOADS and rank in self._loaded:
+            self._drafting.add(rank)
+            self._rank_steps.pop(rank, None)
+        if marker.needle == _LOADED:
+            self._loaded.add(rank)
+        # Bars are of the first rank, and have no tag.
+        drafting = rank in self._drafting or (not rank and bool(self._drafting))
+        name = "draft" if drafting and marker.phase in _OF_A_MODEL else marker.phase
         before = self.current
         phase = self._phases.setdefault(name, Phase(name, started=self.last_stamp))
         current = self.current
         if before is not None and before is not current:
             before.ended = self.last_stamp
-        if phase is not current:
+        left = rank in self._rank_steps and PHASES.index(self._phase_of(rank)) > PHASES.index(name)
+        if phase is not current and not left:
             phase.ended = self.last_stamp
         return phase
+
+    def _phase_of(self, rank: str) -> str:
+        phase = MARKERS[self._rank_steps[rank]].phase
+        return "draft" if rank in self._drafting and phase in _OF_A_MODEL else phase
 
     def _read_args(self, message: str) -> None:
         for name, quoted, plain in _ARGUMENT.findall(message):

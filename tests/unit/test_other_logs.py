@@ -76,6 +76,39 @@ def judged(name: str, later: float) -> Report:
     return judge(reader, (reader.startup.last_stamp or 0.0) + later, Limits())
 
 
+TIME_LINES = {
+    "healthy-0.5.9": "args 9 dist 5 weights 303 kv 1 graphs 10 limits 1 http 1 warm_up 5",
+    "healthy-0.5.16-with-a-draft": "args 9 dist 6 weights 303 kv 1 tune 121 graphs 14 draft 18 limits 1 http 1 warm_up 5",
+    "healthy-0.5.20": "args 9 dist 4 weights 63 kv 1 graphs 44 limits 1 http 1 warm_up 5",
+    "healthy-0.5.23-deepgemm": "args 9 dist 7 weights 3 kv 1 tune 480 graphs 73 limits 1 http 1 warm_up 5",
+}
+
+
+@pytest.mark.parametrize(("name", "took"), TIME_LINES.items(), ids=TIME_LINES)
+def test_how_long_each_phase_took(name: str, took: str) -> None:
+    phases = [phase for phase in judged(name, 1.0).phases if phase.ended is not None]
+    assert " ".join(f"{phase.id} {(phase.ended or 0) - (phase.started or 0):g}" for phase in phases) == took
+
+
+@pytest.mark.parametrize(
+    ("name", "phase", "doing", "last"),
+    [
+        ("weights-load-0.5.16", "weights", "shard 43 of 64", None),
+        ("deepgemm-compiles-0.5.11", "tune", "kernel 2048 of 16384", None),
+        ("one-rank-still-loads-0.5.16", "weights", "76.00 GB a rank", "TP5"),
+    ],
+)
+def test_what_a_start_is_doing(name: str, phase: str, doing: str, last: str | None) -> None:
+    startup = read(LOGS / f"{name}.log").startup
+    assert startup.current is not None
+    assert (startup.current.id, startup.current.detail, startup.laggard) == (phase, doing, last)
+
+
+def test_a_draft_model_does_not_pass_for_the_model() -> None:
+    startup = read(LOGS / "healthy-0.5.16-with-a-draft.log").startup
+    assert (startup.effective["architecture"], startup.effective["weights_gb"]) == ("DeepseekV3ForCausalLM", 76.0)
+
+
 def test_every_log_has_its_truth() -> None:
     assert {path.stem for path in LOGS.glob("*.log")} == set(TABLE)
 

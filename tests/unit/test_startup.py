@@ -144,7 +144,7 @@ def test_a_whole_start_on_two_gpus_in_older_wording() -> None:
     startup = followed(GPU_0_5_11)
     assert startup.ready
     assert startup.crashed is None
-    assert [phase.id for phase in startup.phases] == list(PHASES)
+    assert [phase.id for phase in startup.phases] == [phase for phase in PHASES if phase != "draft"]
     assert seconds(startup)["weights"] == 326
     assert {phase.id: phase.detail for phase in startup.phases if phase.detail} == {
         "weights": "76.12 GB a rank",

@@ -17,7 +17,7 @@ EVIDENCE_SHOWN = 5
 SPANS = (1, 2, 5, 15)  # minutes that the time line is long
 GOING_ON = words.GOING_ON
 HOLDS = 3.0  # seconds for which a sample is taken to hold
-SOMETIMES = frozenset({"tune", "graphs"})  # phases that many launches skip
+SOMETIMES = frozenset({"tune", "graphs", "draft"})  # phases that many launches skip
 
 Now = dict[str, Any]
 
