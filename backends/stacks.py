@@ -24,7 +24,9 @@ from backends.runs import Run
 SECONDS = 10.0  # for each process; a healthy one takes a tenth of a second
 AT_ONCE = 16
 FRAMES_SHOWN = 60
-WAITING = frozenset({"benign-idle-loop", "collective-spin", "rank-skew-load", "nccl-init-stall"})  # for other ranks
+WAITING = frozenset(
+    {"benign-idle-loop", "benign-in-collective", "rank-skew-load", "nccl-init-stall"}
+)  # for other ranks
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 REFUSED = ("permission denied", "operation not permitted", "eperm")
 

@@ -127,7 +127,7 @@ CASES = [
         budget="warm_up",
         expected="hang_suspected",
         remedy="warmup-hang",
-        stacks="the ranks stand in 2 different functions",
+        stacks="the other ranks wait for scheduler_TP0: look there first",
     ),
     Case(
         id="sleep-in-load",

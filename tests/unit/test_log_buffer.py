@@ -225,7 +225,8 @@ def test_each_phase_begins_once_in_each_run() -> None:
     buffer.mark("run server-2 begins")
     buffer.feed(START.encode())
     phases = [line.phase for line in buffer.lines(0, buffer.next) if line.phase]
-    assert phases == [*PHASES, *PHASES]
+    whole = [phase for phase in PHASES if phase != "draft"]
+    assert phases == [*whole, *whole]
     assert [line.text[-8:] for line in buffer.lines(0, 15) if line.phase == "ready"] == ["to roll!"]
 
 
