@@ -23,10 +23,11 @@ JOBS = {
     "extract": True,
     "verify": False,
     "export": False,
+    "diff": False,
     "sample": False,
     "doctor": False,
 }
-PATHS = ("rows", "output", "dataset")
+PATHS = ("rows", "output", "dataset", "other")
 # What else it takes to ask for the same extraction again.
 ASKED = ("formats", "options", "allow_volatile", "restart_server")
 

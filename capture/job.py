@@ -37,11 +37,13 @@ from capture import (
     verify,
 )
 from capture.chat import InputError
+from capture.diff import diff
 from capture.export import ExportJob, export
 from capture.inspect_sample import inspect_sample
 from capture.rows import RowOptions
 from capture.server import Server, ServerGone
 from capture.verify_dataset import verify_dataset
+from capture.verify_dumps import is_dumps, verify_dumps
 
 EXIT_CODES: list[tuple[type[BaseException] | tuple[type[BaseException], ...], int]] = [
     (draw.Busy, 7),
@@ -52,6 +54,9 @@ EXIT_CODES: list[tuple[type[BaseException] | tuple[type[BaseException], ...], in
     (parallel.WorkerLost, 9),
     (verify.VerificationError, 1),
 ]
+
+
+REPORT_SECONDS = 0.3
 
 
 class TryJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,10 +93,20 @@ class PlanJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerifyJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A dataset to verify; `sample` of its samples, chosen at random, if that is given."""
+    """A dataset to verify, one format's folder in it, or a folder of dumps.
+
+    `sample` of its samples, chosen at random, if that is given.
+    """
 
     output: str
     sample: int | None = None
+
+
+class DiffJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Two datasets to compare."""
+
+    dataset: str
+    other: str
 
 
 class SampleJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,17 +243,21 @@ def model_size(model: str) -> tuple[int, int]:
 
 
 def run_verify(job: VerifyJob) -> tuple[int, Any]:
-    """Verify a dataset."""
-    begun, last = time.monotonic(), [0.0]
+    """Verify a dataset or dumps."""
+    begun, now_and_then = time.monotonic(), _seldom(report)
 
     def progress(done: int, total: int, read: int) -> None:
-        now = time.monotonic()
-        if done == total or now - last[0] > 0.3:
-            last[0] = now
-            rate = round(read / (now - begun)) if now > begun else None
-            report({"schema": 1, "done": done, "total": total, "bytes": read, "bytes_per_second": rate})
+        seconds = time.monotonic() - begun
+        rate = round(read / seconds) if seconds else None
+        now_and_then({"schema": 1, "done": done, "total": total, "bytes": read, "bytes_per_second": rate})
 
-    made = verify_dataset(Path(job.output), progress, most=job.sample)
+    place = Path(job.output)
+    if not (place / "manifest.json").exists() and is_dumps(place):
+        made = verify_dumps(place, progress, job.sample)
+    elif place.name in formats.FORMATS and (place.parent / "manifest.json").exists():
+        made = verify_dataset(place.parent, progress, place.name, job.sample)
+    else:
+        made = verify_dataset(place, progress, most=job.sample)
     return (1 if made.failures else 0), made
 
 
@@ -246,6 +265,30 @@ def run_export(job: ExportJob) -> tuple[int, Any]:
     """Write a dataset in further formats."""
     made = export(job, report, say)
     return (1 if made.failures else 0), made
+
+
+def run_diff(job: DiffJob) -> tuple[int, Any]:
+    """Compare two datasets."""
+    now_and_then = _seldom(report)
+    made = diff(
+        Path(job.dataset),
+        Path(job.other),
+        lambda done, total: now_and_then({"schema": 1, "done": done, "total": total}),
+    )
+    return (0 if made.same else 1), made
+
+
+def _seldom(tell: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`tell`, but not more often than it can be looked at."""
+    last = -REPORT_SECONDS
+
+    def seldom(what: Any) -> None:
+        nonlocal last
+        if time.monotonic() - last >= REPORT_SECONDS:
+            last = time.monotonic()
+            tell(what)
+
+    return seldom
 
 
 def run_sample(job: SampleJob) -> tuple[int, Any]:
@@ -277,6 +320,7 @@ JOBS: dict[str, tuple[Any, Callable[[Any], tuple[int, Any]]]] = {
     "extract": (driver.ExtractJob, run_extract),
     "verify": (VerifyJob, run_verify),
     "export": (ExportJob, run_export),
+    "diff": (DiffJob, run_diff),
     "sample": (SampleJob, run_sample),
     "doctor": (measure.MeasureJob, run_doctor),
 }

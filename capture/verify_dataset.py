@@ -251,11 +251,11 @@ def _belonging_to_none(
         kind = Path(chosen.path(0)).suffix
         # A killed run leaves files that the ledger does not know yet; their samples are reported as not written.
         known = written | {chosen.path(sample.number) for sample in ledger.samples()}
-        beside = {file.path for file in manifest.finished[name].files} if name in manifest.finished else set()
-        for folder, _, files in os.walk(output / name):
+        samples_lie_in = os.path.commonpath([chosen.path(0), chosen.path(1 << 40)])
+        for folder, _, files in os.walk(output / samples_lie_in):
             for file in sorted(files):
                 path = str(Path(folder, file).relative_to(output))
-                if not file.endswith(kind) or file.startswith(".") or path in known or path in beside:
+                if not file.endswith(kind) or file.startswith(".") or path in known:
                     continue
                 owner = owners.of(name, checksum(output / path)[1])
                 of_whom = "belongs to no sample" if owner is None else f"is a copy of the file of sample {owner}"

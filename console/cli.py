@@ -570,10 +570,10 @@ def pull(dataset: str, target: Path, *, samples: str | None = None, common: Comm
 
 @app.command
 def verify(dataset: Path, *, sample: int | None = None, common: Common = COMMON) -> int:
-    """Verify a dataset in every format that it holds, reading every file; exit 1 where anything fails.
+    """Verify a dataset in every format that it holds, or a folder of dumps, reading every file; exit 1 where any fails.
 
     Args:
-        dataset: folder of the dataset, or one format's folder in it.
+        dataset: folder of the dataset, one format's folder in it, or a folder of req_N.
         sample: only so many samples, chosen at random.
     """
     from console import headless, words
@@ -583,6 +583,24 @@ def verify(dataset: Path, *, sample: int | None = None, common: Common = COMMON)
         run = headless.follow_job(session, session.start("verify", job)["id"], words.verifying)
         code, result = session.finish(run)
         headless.out(result, common.json, words.verified)
+        return code
+
+
+@app.command
+def diff(a: Path, b: Path, *, common: Common = COMMON) -> int:
+    """Compare two datasets by content: samples, masks and every state; exit 1 where they differ.
+
+    Args:
+        a: folder of a dataset.
+        b: folder of another one on the same host; numbers, formats and order need not be the same.
+    """
+    from console import headless, words
+
+    with _session(common) as session:
+        job = {"dataset": _path(a, common), "other": _path(b, common)}
+        run = headless.follow_job(session, session.start("diff", job)["id"], words.comparing)
+        code, result = session.finish(run)
+        headless.out(result, common.json, words.compared)
         return code
 
 

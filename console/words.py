@@ -330,6 +330,34 @@ def verified(report: dict[str, Any]) -> Iterator[str]:
     yield from failures(report["failures"])
 
 
+def comparing(now: dict[str, Any]) -> str:
+    """How far a comparison is, in one line."""
+    return f"{bar(now['done'], now['total'])} · {now['done']:,} / {now['total']:,} samples"
+
+
+def compared(made: dict[str, Any]) -> Iterator[str]:
+    """What two datasets differ in, in lines."""
+    alone = f"{made['only_a']:,} only in {made['a']} · {made['only_b']:,} only in {made['b']}"
+    same = "the same" if made["same"] else "not the same"
+    yield f"{same}: {made['equal']:,} samples equal · {made['different']:,} different · {alone}"
+    yield f"read in {' and '.join(dict.fromkeys(made['read']))}"
+    yield from (f"! {words}" for words in made["settings"])
+    for name, state in sorted(made["states"].items()):
+        off = state["deviation"]
+        how = (
+            f"off by {off['mean']:.2%} of a row's norm, at most {off['largest']:.2%}" if state["different"] else "equal"
+        )
+        yield f"  {name}: {state['different']:,} of {state['samples']:,} samples differ · {how}"
+    if made["not_compared"]:
+        yield f"  not in both: {', '.join(made['not_compared'])}"
+    for one in made["differences"]:
+        numbers = [number for number in (one["a"], one["b"]) if number is not None]
+        yield f"  sample {' = '.join(map(str, dict.fromkeys(numbers)))}: {one['what']}"
+    more = made["different"] + made["only_a"] + made["only_b"] - len(made["differences"])
+    if more:
+        yield f"  and {more:,} more"
+
+
 def exporting(now: dict[str, Any]) -> str:
     """An export's progress in one line."""
     if now["phase"] == "finishing":

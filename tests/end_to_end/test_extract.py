@@ -76,6 +76,8 @@ def test_every_format_by_extract_and_by_export(layertap: Layertap, server: dict[
     layertap("extract", rows, "--output", other, code=2)
     assert f"{other} was exported from {output}; extract into that" in layertap.narration
     assert "7 samples · 7 verified · 0 failed" in layertap("verify", other)
+    assert layertap("diff", output, other).startswith("the same: 7 samples equal · 0 different · 0 only in ")
+    assert layertap.json("verify", output / "specforge", "--sample", 3)["samples"] == 3
     layertap("export", output, "--format", "native", code=2)
     assert "was extracted in native already" in layertap.narration
 

@@ -122,6 +122,7 @@ def test_help_and_version(layertap: Callable[..., Ran]) -> None:
         "pull",
         "verify",
         "export",
+        "diff",
         "sample",
         "diagnose",
         "stacks",

@@ -324,6 +324,42 @@ def test_what_a_verification_came_to() -> None:
     assert list(words.verified(some)) == ["6 of 5,000 samples · 6 verified · 0 failed"]
 
 
+def test_a_comparison_in_words() -> None:
+    assert words.comparing({"done": 1, "total": 4}) == "[#####---------------] · 1 / 4 samples"
+    equal = {"samples": 7, "different": 0, "deviation": {"rows": 9, "mean": 0.0, "largest": 0.0}}
+    off = {"samples": 7, "different": 2, "deviation": {"rows": 9, "mean": 0.002, "largest": 0.5}}
+    made = {
+        "a": "/a",
+        "b": "/b",
+        "read": ["native", "specforge"],
+        "settings": ["--max-length was 4096, now 2048"],
+        "equal": 5,
+        "different": 2,
+        "only_a": 1,
+        "only_b": 1,
+        "same": False,
+        "states": {"final": equal, "boundary 3": off},
+        "not_compared": ["last"],
+        "differences": [
+            {"a": 4, "b": None, "what": "only in the first"},
+            {"a": None, "b": 9, "what": "only in the second"},
+            {"a": 1, "b": 2, "what": "boundary 3 differs"},
+        ],
+    }
+    assert list(words.compared(made)) == [
+        "not the same: 5 samples equal · 2 different · 1 only in /a · 1 only in /b",
+        "read in native and specforge",
+        "! --max-length was 4096, now 2048",
+        "  boundary 3: 2 of 7 samples differ · off by 0.20% of a row's norm, at most 50.00%",
+        "  final: 0 of 7 samples differ · equal",
+        "  not in both: last",
+        "  sample 4: only in the first",
+        "  sample 9: only in the second",
+        "  sample 1 = 2: boundary 3 differs",
+        "  and 1 more",
+    ]
+
+
 def test_an_export_in_words() -> None:
     now = {
         "phase": "exporting",
