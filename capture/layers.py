@@ -8,6 +8,7 @@ the loaded model's own setter is asked.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import msgspec
 
 # SGLang's classes, and theirs that inherit from them, whose ids are boundaries from 0.5.13 on.
 BY_BOUNDARY = ("DeepseekV2", "DeepseekV3", "KimiK25", "Glm4MoeLite")
+FLAG = "_is_layer_to_capture"  # of a layer; the forward of some models looks at it and not at `layers_to_capture`
 
 
 class LayerError(ValueError):
@@ -89,16 +91,29 @@ def inner_model(model: Any) -> Any:
     return inner
 
 
+def set_boundaries(inner: Any, boundaries: Sequence[int]) -> None:
+    """Have the inner model collect what enters these layers and no others, whichever way it looks that up."""
+    inner.layers_to_capture = list(boundaries)
+    for number, layer in enumerate(inner.layers):
+        wanted = number in boundaries
+        if wanted or layer.__dict__.get(FLAG):  # a module's own look-up is slow for what it lacks
+            setattr(layer, FLAG, wanted)
+
+
 def boundaries_of(model: Any, ids: list[int] | None) -> list[int]:
     """The boundaries that the model's own setter makes of `ids`, ascending; the model is left as it was."""
     inner = inner_model(model)
     flags = [module for module in model.modules() if hasattr(module, "capture_aux_hidden_states")]
     before = inner.layers_to_capture, [module.capture_aux_hidden_states for module in flags]
+    flagged = [layer for layer in inner.layers if layer.__dict__.get(FLAG)]
     try:
         model.set_eagle3_layers_to_capture(None if ids is None else list(ids))
         return sorted(inner.layers_to_capture)
     finally:
+        set_boundaries(inner, ())
         inner.layers_to_capture = before[0]
+        for layer in flagged:
+            setattr(layer, FLAG, True)
         for module, flag in zip(flags, before[1], strict=True):
             module.capture_aux_hidden_states = flag
 

@@ -17,7 +17,7 @@ from typing import Any
 from capture import code_hash
 from capture.dump import TapState
 from capture.keeper import Keeper
-from capture.layers import boundaries_of, inner_model, resolve
+from capture.layers import boundaries_of, inner_model, resolve, set_boundaries
 from capture.rank_sums import RankSums
 from capture.settings import TapSettings
 
@@ -93,12 +93,12 @@ class Tap:
         if self.inner.layers_to_capture:
             result = original(*args, **kwargs)
             return self._refuse(batch, "SGLang's own hidden state capture is on; start the server without it", result)
-        self.inner.layers_to_capture = list(self.layers.boundaries)
+        set_boundaries(self.inner, self.layers.boundaries)
         hook = self.inner.norm.register_forward_pre_hook(self._see_norm_input, with_kwargs=True)
         try:
             result = original(*args, **kwargs)
         finally:
-            self.inner.layers_to_capture = []
+            set_boundaries(self.inner, ())
             hook.remove()
             last, self.pre_norm = self.pre_norm, None
         if not isinstance(result, tuple) or last is None:

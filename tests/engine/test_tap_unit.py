@@ -9,24 +9,28 @@ import pytest
 import torch
 from torch import nn
 
-from capture.layers import Layers
+from capture.layers import FLAG, Layers, boundaries_of
 from capture.tap import Tap
 
 STATES = [torch.full((3, 4), float(i)) for i in range(3)]
 
 
 class Inner(nn.Module):
-    """Collects what enters layers as SGLang's models do; `packed` as some of them do from 0.5.23 on, `silent` as none should."""
+    """Collects what enters layers as SGLang's models do; `packed` as some of them do from 0.5.23 on, `silent` as none should.
 
-    def __init__(self, packed: bool, silent: bool) -> None:
+    `flags`: it looks at a flag of each layer, as Qwen3-MoE and others do.
+    """
+
+    def __init__(self, packed: bool, silent: bool, flags: bool) -> None:
         super().__init__()
-        self.packed, self.silent, self.layers_to_capture = packed, silent, []
+        self.packed, self.silent, self.flags, self.layers_to_capture = packed, silent, flags, []
         self.layers = nn.ModuleList([nn.Identity() for _ in range(3)])
         self.norm = nn.Identity()
 
     def forward(self, forward_batch: Any) -> Any:
         final = self.norm(torch.ones(3, 4)) * 2
-        aux = [STATES[layer] for layer in self.layers_to_capture]
+        flagged = [i for i, layer in enumerate(self.layers) if getattr(layer, FLAG, False)]
+        aux = [STATES[layer] for layer in (flagged if self.flags else self.layers_to_capture)]
         if self.silent or not aux:
             return final
         return final, torch.cat(aux, dim=-1) if self.packed else aux
@@ -52,9 +56,9 @@ def batch(rid: str = "secret.x.0.0.3", lengths: list[int] | None = None, extend:
     return SimpleNamespace(forward_mode=mode, rids=[rid], extend_seq_lens_cpu=[3] if lengths is None else lengths)
 
 
-def tapped(packed: bool = False, silent: bool = False) -> tuple[Inner, Keeper]:
+def tapped(packed: bool = False, silent: bool = False, flags: bool = False) -> tuple[Inner, Keeper]:
     tap: Any = object.__new__(Tap)
-    tap.inner, tap.keeper, tap.pre_norm = Inner(packed, silent), Keeper(), None
+    tap.inner, tap.keeper, tap.pre_norm = Inner(packed, silent, flags), Keeper(), None
     tap.layers = Layers([1, 2], [0, 1], [0, 1], [], "")
     tap.settings = SimpleNamespace(secret="secret")
     tap.rank_sums = SimpleNamespace(take=lambda _batch, _states: None)
@@ -62,9 +66,9 @@ def tapped(packed: bool = False, silent: bool = False) -> tuple[Inner, Keeper]:
     return tap.inner, tap.keeper
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_caller_gets_a_plain_forward_and_the_keeper_the_states(packed: bool) -> None:
-    inner, keeper = tapped(packed)
+@pytest.mark.parametrize(("packed", "flags"), [(False, False), (True, False), (False, True)])
+def test_the_caller_gets_a_plain_forward_and_the_keeper_the_states(packed: bool, flags: bool) -> None:
+    inner, keeper = tapped(packed, flags=flags)
     result = inner.forward(forward_batch=batch())
     assert torch.equal(result, torch.full((3, 4), 2.0))
     (states,) = keeper.taken
@@ -72,6 +76,25 @@ def test_the_caller_gets_a_plain_forward_and_the_keeper_the_states(packed: bool)
     assert all(torch.equal(state, other) for state, other in zip(states, expected, strict=True))
     assert inner.layers_to_capture == []
     assert len(inner.norm._forward_pre_hooks) == 0
+    assert torch.equal(inner.forward(forward_batch=batch("stranger")), torch.full((3, 4), 2.0))  # no flag is left
+
+
+def test_asking_a_setter_that_flags_layers_leaves_none_flagged() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.capture_aux_hidden_states = Inner(False, False, True), False
+
+        def set_eagle3_layers_to_capture(self, layer_ids: list[int]) -> None:
+            self.capture_aux_hidden_states = True
+            self.model.layers_to_capture = [one + 1 for one in layer_ids]
+            for one in self.model.layers_to_capture:
+                setattr(self.model.layers[one], FLAG, True)
+
+    model = Model()
+    assert boundaries_of(model, [0, 1]) == [1, 2]
+    assert torch.equal(model.model(batch()), torch.full((3, 4), 2.0))
+    assert (model.capture_aux_hidden_states, model.model.layers_to_capture) == (False, [])
 
 
 @pytest.mark.parametrize(
