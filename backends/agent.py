@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import getpass
 import importlib.metadata
-import math
 import os
 import platform
 import shutil
@@ -26,7 +25,9 @@ from typing import Any
 
 import msgspec
 
-from backends import datasets, folders, payloads, runs, stacks
+from backends import datasets, folders, patience, payloads, runs, stacks
+from backends.alarms import AlarmWatch
+from backends.alarms import Limits as AlarmLimits
 from backends.diagnose import Limits
 from backends.doctor.examine import Doctor, Report
 from backends.doctor.report import Asked, Place
@@ -38,6 +39,7 @@ from backends.logs import PartHead, read_part
 from backends.outbox import Outbox
 from backends.sample import Sampler
 from backends.sglang import masked
+from backends.sights import read_alarms, sight
 from backends.survival import danger
 from backends.watch import ServerWatch, earlier_start
 from capture import code_hash, events, gate, probe
@@ -47,7 +49,6 @@ from capture.server import ServerGone
 
 AT_ONCE = 32
 GATE_SECONDS = 15.0
-PATIENCE = "LAYERTAP_PATIENCE"  # a factor on the seconds after which a silent server is suspected to hang
 
 Request = Callable[..., Any]
 
@@ -62,7 +63,8 @@ class Agent:
         self.sampler = Sampler(self.runs)
         self.examiner = Doctor(Place(self.runs, payload))
         self.watches: dict[str, ServerWatch] = {}
-        self.limits = _limits()
+        self.limits = patience.scaled(Limits())
+        self.alarms: dict[str, AlarmWatch] = {}
         self.reported: set[tuple[str, str | None]] = set()  # runs, and phases in which they seemed to hang
         self.lock = threading.Lock()
 
@@ -175,16 +177,32 @@ class Agent:
         return made
 
     def overview(self, run_id: str | None = None, port: int | None = None) -> dict[str, Any]:
-        """What a look at this host shows, in one answer: a sample, a server, and the newest extraction.
+        """What a look at this host shows, in one answer: a sample, a server, the newest extraction, what is wrong.
 
         The server is that of `run_id`; else the live one, of `port` if given; else the one that ran last.
         """
         server = self.runs.get(run_id) if run_id else self._newest_server(port)
+        sample = self.sample(server.id if server else None)
+        status = self.status(server.id) if server else None
         return {
-            "sample": self.sample(server.id if server else None),
-            "server": self.status(server.id) if server else None,
+            "sample": sample,
+            "server": status,
             "extraction": self.extraction(),
+            "alarms": self._alarms(status, sample),
         }
+
+    def _alarms(self, status: dict[str, Any] | None, sample: dict[str, Any]) -> list[Any]:
+        """What is wrong now: by the supervisor of the extraction that runs, else by what is seen from here."""
+        newest = next(iter(self.runs.all("extract")), None)
+        said = read_alarms(newest) if newest else None
+        if said is not None or status is None:
+            return said or []
+        with self.lock:
+            if status["id"] not in self.alarms:
+                self.alarms[status["id"]] = AlarmWatch(patience.scaled(AlarmLimits()))
+            watch = self.alarms[status["id"]]
+            watch.add(sight(self.watches[status["id"]], status, sample, None), time.time())
+            return list(watch.alarms)
 
     def gate(self, run_id: str) -> dict[str, Any]:
         """What the gate says of a live server, the arguments that it resolved to (secrets masked), and its last probe.
@@ -307,18 +325,6 @@ class Agent:
             "stop_asked": run.stop_asked,
             "exit": run.exit,
         }
-
-
-def _limits() -> Limits:
-    """How patient verdicts are; PATIENCE in the environment is a factor. Raises UsageError."""
-    text = os.environ.get(PATIENCE, "1")
-    try:
-        factor = float(text)
-    except ValueError:
-        factor = 0.0
-    if not 0 < factor < math.inf:
-        raise UsageError(f"{PATIENCE} is {text!r}; give a factor such as 2, or unset it")
-    return Limits().scaled(factor)
 
 
 def sglang_version() -> str | None:

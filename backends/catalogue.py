@@ -20,7 +20,7 @@ from backends.startup import PHASES
 FILE = "signatures.toml"
 PLACES = ("launch", *PHASES)  # "launch": before the first phase
 
-Kind = Literal["crash", "hang", "degraded", "slow", "benign"]
+Kind = Literal["crash", "hang", "degraded", "slow", "watch", "benign"]
 Need = Literal[
     "silent",  # the log is silent for longer than its phase allows
     "works",  # compilers run, a bar moves or bytes are read
@@ -182,7 +182,10 @@ def _fault(one: Signature) -> str | None:
             return f"it does not match its example {example!r}"
     if unknown := set(one.phases) - set(PLACES):
         return f"no phase is called {', '.join(sorted(unknown))}; there are {', '.join(PLACES)}"
-    if not (one.lines or one.needs or one.frames):
+    if one.kind == "watch":
+        if one.lines or one.needs or one.frames:
+            return "what the watch of a run sees is decided by its rule in alarms.py alone"
+    elif not (one.lines or one.needs or one.frames):
         return "it has neither lines nor needs nor frames, so it never holds"
     if not one.source:
         return "its source is missing"

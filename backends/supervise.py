@@ -1,7 +1,7 @@
-"""The supervisor of an extraction: keeps its driver going, and with `--restart-server` the server that it draws from.
+"""The supervisor of an extraction: watches it, and with `--restart-server` keeps its server going.
 
-It runs on the host and outlives every console and link. A dead server is launched again as it was, and the driver goes
-on from the ledger, so every sample is there once.
+It runs on the host and outlives every console and link. What the watch sees goes into the run's history. A dead server
+is launched again as it was, and the driver goes on from the ledger, so every sample is there once.
 
 usage: python -m backends.supervise RUN_FOLDER
 """
@@ -13,25 +13,33 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from backends import patience
+from backends.alarms import AlarmWatch
+from backends.alarms import Limits as AlarmLimits
+from backends.diagnose import Limits
 from backends.errors import ExitCode, LayertapError, LeftBehind, RunDied
 from backends.jobs import describe, read_job
 from backends.launch import relaunch
 from backends.runs import Run, Runs, start_child, stop, supervise, write_json
 from backends.sample import Sampler
+from backends.sights import sight, write_alarms
 from backends.watch import ServerWatch, earlier_start, settled
 from capture import events
 
-LOOK_SECONDS = 1.0
-DEATH_SECONDS = 30.0  # in which a server that the driver lost is seen to be dead
+LOOK_SECONDS = 2.0
+DEATH_SECONDS = 10.0  # in which a server that the driver lost is seen to be dead
+SOON_SECONDS = 0.5  # between two looks for its death, and for a stop
 READY_SECONDS = 3600.0  # that a server has to come up again
 PAUSE_SECONDS = 5.0  # before the second attempt, twice as many before each further one: a mount may come back
 LONGEST_PAUSE = 300.0
+TOLD = ("id", "severity", "cause", "evidence", "remedy")  # of an alarm, in the history
 
 
 class StopAsked(Exception):
@@ -47,17 +55,21 @@ class Supervisor:
         self.most = self.restarts = int(run.spec.details.get("restart_server", 0))
         self.causes: list[str] = []  # of which its servers died
         self.sampler = Sampler(self.runs)
+        self.alarms = AlarmWatch(patience.scaled(AlarmLimits()))
+        self.blind = False  # whether a look failed, which is told once
         self.watch = self._watch(self._server())
 
     def see_to(self, child: subprocess.Popen[bytes]) -> int:
         """Wait for the driver, and start it again once its server was brought back; returns the run's exit code."""
         while True:
             code = self._follow(child)
-            if code != ExitCode.RUN_DIED or not self.most:
+            if code != ExitCode.RUN_DIED or self.run.stop_asked:
                 return code
             try:
-                if not self._bring_back():
+                cause = self._death()
+                if cause is None or not self.most:
                     return code
+                self._bring_back(cause)
                 child = start_child(self.run)
             except StopAsked:
                 return self._end(ExitCode.INTERRUPTED, "it was asked to stop")
@@ -72,18 +84,12 @@ class Supervisor:
             try:
                 return child.wait(LOOK_SECONDS)
             except subprocess.TimeoutExpired:
-                self.watch.look()
+                self._look()
 
     # --- The server ---
 
-    def _bring_back(self) -> bool:
-        """Launch the server that the driver lost again; False where it is not dead, or was stopped on purpose.
-
-        Raises RunDied where it does not come up, StopAsked.
-        """
-        cause = self._death()
-        if cause is None:
-            return False
+    def _bring_back(self, cause: str) -> None:
+        """Launch the server again, which died of `cause`. Raises RunDied where it does not come up, StopAsked."""
         self.causes.append(cause)
         if not self.restarts:
             raise RunDied(died_again(self.causes))
@@ -107,14 +113,12 @@ class Supervisor:
             else:
                 seconds = round(time.monotonic() - begun, 1)
                 self._tell("relaunched", server=self.watch.run.id, instead_of=dead.id, seconds=seconds)
-                return True
+                return
         raise RunDied(gave_up(reasons))
 
     def _death(self) -> str | None:
         """Of what the server died; None where it did not, or where somebody stopped it."""
-        deadline = time.monotonic() + DEATH_SECONDS
-        while time.monotonic() < deadline:
-            seen = self._look()
+        for seen in self._looks(SOON_SECONDS, DEATH_SECONDS):
             if self.watch.run.stop_asked:
                 return None
             if seen["verdict"]["verdict"] in ("crashed", "stopped"):
@@ -130,37 +134,56 @@ class Supervisor:
         server = self.watch.run
         job = read_job(self.run)
         write_json(self.run.folder / "job.json", job | {"server": msgspec.to_builtins(describe(server))})
-        deadline = time.monotonic() + READY_SECONDS
-        for seen in self._looks():
-            verdict = seen["verdict"]
+        for seen in self._looks(LOOK_SECONDS, READY_SECONDS):
             if server.stop_asked:
                 raise StopAsked
-            if not settled(seen) and time.monotonic() < deadline:
-                continue
-            if verdict["verdict"] in ("healthy", "degraded"):
-                return
-            cause = verdict["cause"] or f"it was not ready after {READY_SECONDS:g} s"
-            raise RunDied("; ".join(filter(None, (cause, verdict["remedy"]))))
+            if settled(seen):
+                verdict = seen["verdict"]
+                if verdict["verdict"] in ("healthy", "degraded"):
+                    return
+                raise RunDied("; ".join(filter(None, (verdict["cause"], verdict["remedy"]))))
+        raise RunDied(f"it was not ready after {READY_SECONDS:g} s")
 
-    def _looks(self) -> Iterator[dict[str, Any]]:
-        while True:
-            yield self._look()
+    def _looks(self, pause: float, seconds: float) -> Iterator[dict[str, Any]]:
+        """One look at the server after another, for so many seconds. Raises StopAsked."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if seen := self._look():
+                yield seen
+            self._rest(pause)
 
-    def _look(self) -> dict[str, Any]:
-        """Wait a moment, and look at the server."""
-        self._rest(LOOK_SECONDS)
-        return self.watch.look()
+    def _look(self) -> dict[str, Any] | None:
+        """Look at the server, and tell what is wrong with the run; None where that failed, which ends no run."""
+        seen = None
+        try:
+            seen = self.watch.look()
+            self._judge(seen)
+        except Exception:
+            if not self.blind:
+                traceback.print_exc()
+            self.blind = True
+        return seen
+
+    def _judge(self, seen: dict[str, Any]) -> None:
+        sample = self.sampler.sample(self.watch.run.id, [self.run.spec.details["output"]])
+        new, over = self.alarms.add(sight(self.watch, seen, sample, self.run), time.time())
+        write_alarms(self.run, self.alarms.alarms)
+        for alarm in new:
+            self._tell("trouble", **{name: getattr(alarm, name) for name in TOLD})
+        for alarm in over:
+            self._tell("trouble_over", id=alarm.id, seconds=round(time.time() - alarm.since, 1))
 
     def _rest(self, seconds: float) -> None:
         """Wait. Raises StopAsked."""
         deadline = time.monotonic() + seconds
         while not self.run.stop_asked and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(left, LOOK_SECONDS))
+            time.sleep(min(left, SOON_SECONDS))
         if self.run.stop_asked:
             raise StopAsked
 
     def _watch(self, server: Run) -> ServerWatch:
-        return ServerWatch(server, self.sampler.gpus, earlier_start(self.runs, server))
+        earlier = earlier_start(self.runs, server)
+        return ServerWatch(server, self.sampler.gpus, earlier, patience.scaled(Limits()), first_answer=0.0)
 
     def _server(self) -> Run:
         return self.runs.get(read_job(self.run)["server"]["run"])

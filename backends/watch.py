@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import threading
 import time
@@ -12,18 +11,21 @@ from typing import Any
 
 import msgspec
 
+from backends import health
 from backends.diagnose import Limits, diagnose
+from backends.evidence import Evidence
 from backends.gpus import Gpu
+from backends.health import Health
 from backends.kernel import KernelLog
-from backends.observation import EarlierStart, Follower, HealthAnswer, Observation
+from backends.observation import EarlierStart, Follower, Observation
 from backends.processes import ProcessSample, RunProcesses, open_files
 from backends.runs import Run, Runs
 from backends.startup import Startup
 from capture.dump import DumpError, TapState, read_tap
 
-HEALTH_SECONDS = 25.0  # SGLang itself gives up after 20
-HEALTH_PAUSE = 5.0  # every 200 costs the server a generated token
-FIRST_ANSWER = 5.0  # a healthy server takes about one second
+RECENT = 30.0  # seconds: an answer to /generate that is so old says that the server is well
+QUIET = 10.0  # seconds without a batch, of a server that has work
+GENERATED = '"POST /generate HTTP/1.1" 200'
 LOG_STEP = 4 << 20
 EARLIER_RUNS = 20  # that are looked at for one that came up
 EARLIER_LOG = 8 << 20  # bytes of its log; a start writes about 100 kB
@@ -69,7 +71,8 @@ class ServerWatch:
     """Evidence about one server run; look as often as you like, the log is read once.
 
     `gpus` reads the GPUs, given the run's processes; without it nothing is known of them. `earlier` is the start that
-    this one is held against.
+    this one is held against, `evidence` what the last look saw. `first_answer` is how long the first look waits for
+    /health.
     """
 
     def __init__(
@@ -78,19 +81,22 @@ class ServerWatch:
         gpus: Callable[[Collection[int]], list[Gpu]] | None = None,
         earlier: EarlierStart | None = None,
         limits: Limits | None = None,
+        first_answer: float = health.FIRST_ANSWER,
     ) -> None:
         self.run = run
         self.limits = limits or Limits()
         self.earlier = earlier
         self.follower = Follower(self.limits, earlier)
+        self.evidence: Evidence | None = None
         self.offset = 0
         self.rest = b""
-        self.health = Health(run.spec.port or 0)
+        self.health = Health(run.spec.port or 0, first_answer)
         self.processes = RunProcesses(run)
         self.kernel = KernelLog(run.spec.created)
         self.pids: set[int] = set()  # of all processes that were seen of it
         self.lock = threading.Lock()
         self._gpus = gpus
+        self._generated = -RECENT  # when it answered /generate last, on the monotonic clock
 
     def look(self) -> dict[str, Any]:
         """Phases, verdict with evidence and the tap's state, as they are now."""
@@ -101,10 +107,12 @@ class ServerWatch:
     def hear(self, text: str, at: float) -> None:
         """Take in the next part of the log, read at `at` (epoch seconds)."""
         self.follower.hear(text, at)
+        if GENERATED in text:
+            self._generated = time.monotonic() - max(0.0, time.time() - at)
 
     def judge(self, seen: Observation) -> dict[str, Any]:
         """What was seen, as `look` says it."""
-        evidence = self.follower.evidence(seen)
+        self.evidence = evidence = self.follower.evidence(seen)
         startup = self.follower.startup
         current = startup.current
         return {
@@ -164,7 +172,7 @@ class ServerWatch:
             launcher=running.child.pid if running else None,
             port=port,
             listener_is_ours=listener,
-            health=self.health.answer() if listener else None,
+            health=self.health.answer(self._rest()) if listener else None,
             log_age=log_age,
             tap=tap,
             tap_error=tap_error,
@@ -172,6 +180,13 @@ class ServerWatch:
             gpus=self._our_gpus(processes),
             kernel=self.kernel.read(self.pids),
         )
+
+    def _rest(self) -> float:
+        """For how many seconds a good answer of /health is good."""
+        batch = self.follower.reader.batch
+        if batch and batch.at and (batch.running or batch.queue) and time.time() - batch.at > QUIET:
+            return health.SUSPICIOUS
+        return health.FLOWING if time.monotonic() - self._generated < RECENT else health.IDLE
 
     def _our_gpus(self, processes: list[ProcessSample]) -> list[Gpu]:
         """The GPUs that this run uses; in a container that hides owners, those that hold memory."""
@@ -182,62 +197,6 @@ class ServerWatch:
         ours = [gpu for gpu in gpus if any(process.ours for process in users[gpu.index])]
         hidden = [gpu for gpu in gpus if users[gpu.index] and not any(process.visible for process in users[gpu.index])]
         return ours or hidden
-
-
-class Health:
-    """Asks /health in a thread of its own, since a stuck server takes 20 s to say so.
-
-    `seconds` is how long the last answer took, `answered` when it came and `failing_since` when the first one of those
-    was asked for that were no 200, both on the monotonic clock.
-    """
-
-    def __init__(self, port: int) -> None:
-        self.port = port
-        self.seconds: float | None = None
-        self.answered = 0.0
-        self.failing_since: float | None = None
-        self._status: int | None = None
-        self._asking = False
-        self._first = threading.Event()
-
-    def answer(self) -> HealthAnswer:
-        """What was answered last, with its age; asks like `ask`."""
-        status, now = self.ask(), time.monotonic()
-        return HealthAnswer(
-            status=status,
-            seconds=self.seconds,
-            age=now - self.answered if self.answered else None,
-            failing_for=None if self.failing_since is None else now - self.failing_since,
-        )
-
-    def ask(self) -> int | None:
-        """The HTTP status of the last answer, None where none came; asks anew unless it is a recent 200.
-
-        The first call waits `FIRST_ANSWER` seconds at most: who looks only once is to hear the answer.
-        """
-        rests = self._status == 200 and time.monotonic() - self.answered < HEALTH_PAUSE
-        if not self._asking and not rests:
-            self._asking = True
-            threading.Thread(target=self._ask, daemon=True).start()
-        self._first.wait(FIRST_ANSWER)
-        self._first.set()
-        return self._status
-
-    def _ask(self) -> None:
-        begun = time.monotonic()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=HEALTH_SECONDS)
-        try:
-            connection.request("GET", "/health")
-            self._status = connection.getresponse().status
-        except (OSError, http.client.HTTPException):
-            self._status = None
-        finally:
-            connection.close()
-            self.answered = time.monotonic()
-            self.seconds = round(self.answered - begun, 3)
-            self.failing_since = None if self._status == 200 else self.failing_since or begun
-            self._asking = False
-            self._first.set()
 
 
 def _listener(port: int, ours: set[int]) -> bool | None:

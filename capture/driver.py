@@ -82,10 +82,12 @@ class Progress(msgspec.Struct, kw_only=True):
     captured: int = 0
     written: int = 0
     failed: int = 0
+    not_finite: int = 0
     bad_rows: int = 0
     overlong_rows: int = 0
     tokens: int = 0
     tokens_written: int = 0
+    longest: int = 0
     tokens_per_second: float | None = None
     bytes_written: int = 0
     eta_seconds: float | None = None
@@ -148,7 +150,8 @@ class Extraction:
         self.manifest = self._make_manifest(info, tokenizer)
         self.ledger = Ledger(self.output)
         self._tokenise(tokenizer, info)
-        self._pass_gate(self.ledger.longest())
+        self.progress.longest = self.ledger.longest()
+        self._pass_gate(self.progress.longest)
         self.ledger.reopen()
         self._count()
         if self.progress.pending:
@@ -362,7 +365,7 @@ class Extraction:
 
     async def _attempts(self, sample: Sample) -> None:
         ids, mask = self.ledger.tokens(sample)
-        reason, attempts = "", sample.attempts
+        reason, attempts, not_finite = "", sample.attempts, False
         for attempt in range(ATTEMPTS):
             if attempt:
                 self.say(f"sample {sample.number} is drawn again: {reason}")
@@ -389,12 +392,13 @@ class Extraction:
                 await self._keep(sample, attempts, rid, folder, ids, mask)
                 return
             except (verify.VerificationError, dump.DumpError) as error:
-                reason = str(error)
+                reason, not_finite = str(error), isinstance(error, verify.NotFiniteError)
                 self.progress.pending += 1
             finally:
                 self.progress.captured -= 1
         self.progress.pending -= 1
         self.progress.failed += 1
+        self.progress.not_finite += not_finite
         self.changes.append(Change(sample.number, "failed", attempts, reason))
         failure = verify.Failure(sample.number, None, reason)
         self.progress.failures = [failure, *self.progress.failures][:FAILURES_SHOWN]

@@ -11,6 +11,8 @@ retry         sample, reason                     failed      sample, file, line,
 server_lost   reason                             error       reason: why a job came to no result
 relaunch      server, attempt, most, cause: its server died of it, and is launched again
 relaunched    server, instead_of, seconds        relaunch_failed  attempt, most, reason
+trouble       id, severity, cause, evidence, remedy: an alarm that the watch of the run raised
+trouble_over  id, seconds: it is not so any more
 log_only      most: further retries and failures are only in the log
 finished      the counts of a job's result
 """

@@ -21,6 +21,10 @@ class VerificationError(Exception):
     """A sample that is not what was asked for; the sentence says in what."""
 
 
+class NotFiniteError(VerificationError):
+    """Its states hold NaN or infinity: the model computes them."""
+
+
 class Failure(msgspec.Struct, frozen=True):
     """What failed: a sample, None where it is no single one's; and in which format, None where it is in none."""
 
@@ -83,7 +87,7 @@ def check_states(states: dict[str, Any], names: Iterable[str], tokens: int, hidd
         if str(state.dtype) != f"torch.{dtype}":
             raise VerificationError(f"{name} is {state.dtype}, expected {dtype}")
         if (row := _first_row_not_finite(state)) is not None:
-            raise VerificationError(f"{name} holds values that are not finite, first in row {row}")
+            raise NotFiniteError(f"{name} holds values that are not finite, first in row {row}")
         if (row := _first_flat_row(state)) is not None:
             raise VerificationError(f"{name} row {row} is {state[row, 0].item()} throughout")
 

@@ -32,7 +32,7 @@ def going_on(run: dict[str, Any] | None) -> bool:
 def empty_snapshot() -> dict[str, Any]:
     """A snapshot of a host of which nothing is known yet."""
     names = ("link", "host", "gpus", "server", "processes", "dumps", "extraction", "runs", "question", "trouble")
-    return {"schema": SCHEMA, "at": time.time(), "streams": []} | dict.fromkeys(names)
+    return {"schema": SCHEMA, "at": time.time(), "streams": [], "alarms": []} | dict.fromkeys(names)
 
 
 class Session:
@@ -167,6 +167,7 @@ class Session:
             "processes": sample["processes"],
             "dumps": sample["dumps"],
             "extraction": seen["extraction"],
+            "alarms": seen["alarms"],
             "runs": sample["runs"],
         }
 

@@ -22,8 +22,11 @@ EVENTS = {
     "relaunch": "the server {server} died ({cause}) and is launched again, {attempt} of {most}",
     "relaunched": "the server {server} is ready instead of {instead_of}, after {seconds} s",
     "relaunch_failed": "launched again, {attempt} of {most}, it did not come up: {reason}",
+    "trouble": "{severity}: {cause} ({evidence}); {remedy}",
+    "trouble_over": "over after {seconds} s: {id}",
 }
-NARRATED = ("relaunch", "relaunched", "relaunch_failed")  # events that are told while one follows a run
+# Events that are told while one follows a run.
+NARRATED = ("relaunch", "relaunched", "relaunch_failed", "trouble", "trouble_over")
 SAMPLE_SIGNS = {"pending": "·", "sent": "~", "written": "+", "failed": "!"}
 CHECK_SIGNS = {"pass": "+", "warn": "?", "fail": "!", "unknown": "-"}
 TOKENS_SHOWN = 40
@@ -446,6 +449,8 @@ def snapshot(now: dict[str, Any]) -> Iterator[str]:
     yield from link(now["link"], now["at"])
     if now["link"]["state"] == "live":
         yield from (f"! {one['name']} {stream(one)}" for one in now["streams"] if one["state"] != "live")
+    for alarm in now["alarms"]:
+        yield from alarmed(alarm)
     yield from gpus(now["gpus"])
     if now["server"] is None:
         yield "no server of ours ever ran here"
@@ -455,6 +460,13 @@ def snapshot(now: dict[str, Any]) -> Iterator[str]:
         yield dumps(now["dumps"])
     if now["extraction"]:
         yield from extraction(now["extraction"])
+
+
+def alarmed(alarm: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a run, and what to do, in two lines."""
+    sign = "!" if alarm["severity"] == "critical" else "?"
+    yield f"{sign} {alarm['severity']} since {when(alarm['since'])}: {alarm['cause']} ({alarm['evidence']})"
+    yield f"  -> {alarm['remedy']}"
 
 
 def plan(made: dict[str, Any]) -> Iterator[str]:

@@ -198,6 +198,7 @@ def snapshot(**known: Any) -> dict[str, Any]:
         "schema": 1,
         "at": AT,
         "link": LIVE,
+        "alarms": [],
         "streams": [
             {"name": "samples", "state": "live", "heard_age": 0.4, "lost_bytes": 0},
             {"name": "server log", "state": "live", "heard_age": 0.1, "lost_bytes": 0},

@@ -199,13 +199,39 @@ def test_what_a_job_of_a_stopped_server_left_is_named(
     assert agent.stop(server.id).left == [f"process 7 (x) of {job.id}"]
 
 
+# --- What is wrong ---
+
+
+def test_a_server_that_died_is_an_alarm(agent: Agent, server: Callable[..., Run]) -> None:
+    run = server()
+    until(lambda: agent.overview()["server"]["verdict"]["verdict"] == "healthy")
+    assert agent.overview()["alarms"] == []
+    os.kill(run.running.child.pid, signal.SIGKILL)
+    (alarm,) = until(lambda: agent.overview()["alarms"])
+    assert (alarm.id, alarm.severity) == ("server-crashed", "critical")
+    assert alarm.cause == "a process was killed by SIGKILL, most often by the kernel's OOM killer"
+    assert alarm.remedy
+
+
+def test_what_the_supervisor_of_an_extraction_sees_counts(
+    agent: Agent, server: Callable[..., Run], start: Start
+) -> None:
+    server()
+    job = start("extract", details={"output": "/data"})
+    alarm = {"id": "throughput-collapsed", "severity": "warning", "since": 1.0}
+    runs.write_json(job.folder / "alarms.json", {"schema": 1, "at": 1.0, "alarms": [alarm]})
+    assert agent.overview()["alarms"] == [alarm]
+    agent.stop(job.id)
+    assert agent.overview()["alarms"] == []  # nobody watches it any more
+
+
 # --- Jobs ---
 
 
 def test_a_job_of_an_unknown_kind(agent: Agent) -> None:
     with pytest.raises(UsageError) as failed:
         agent.start("dance", {})
-    assert str(failed.value) == "no job is called 'dance'; there are try, probe, plan, extract, verify, sample, doctor"
+    assert str(failed.value) == "no job is called 'dance'; there are try, probe, plan, extract, verify, export, sample, doctor"
 
 
 @pytest.mark.parametrize("kind", ["try", "extract"])

@@ -26,7 +26,7 @@ def first(line: str, phase: str | None = "ready") -> str | None:
 def test_there_are_enough_of_each_kind() -> None:
     kinds = [one.kind for one in ENTRIES]
     assert len(kinds) - kinds.count("benign") >= 60
-    assert set(kinds) == {"crash", "hang", "degraded", "slow", "benign"}
+    assert set(kinds) == {"crash", "hang", "degraded", "slow", "watch", "benign"}
 
 
 @pytest.mark.parametrize("one", [one for one in ENTRIES if one.kind != "benign"], ids=lambda one: one.id)
@@ -34,7 +34,7 @@ def test_an_entry_matches_its_lines_or_rests_on_evidence(one) -> None:
     phase = one.phases[0] if one.phases else "ready"
     for example in one.examples:
         assert one.id in [found.id for found in catalogue().of_line(example, phase)]
-    assert one.examples or one.needs
+    assert one.examples or one.needs or one.kind == "watch"
     assert one.source
 
 
@@ -114,6 +114,7 @@ def test_a_stack_is_told_by_its_functions() -> None:
             ('lines = ["no luck"]\nexamples = ["there was no luck"]', ""),
             "one: it has neither lines nor needs nor frames",
         ),
+        (('kind = "crash"', 'kind = "watch"'), "one: what the watch of a run sees is decided by its rule in alarms.py"),
         (('source = ["sglang#1"]', "source = []"), "one: its source is missing"),
         (
             ('source = ["sglang#1"]', 'source = ["x"]\nphases = ["wieghts"]'),

@@ -62,7 +62,7 @@ def extract(all_runs: Runs) -> Extract:
             dict(os.environ),
             code="0123",
             prepare=prepare,
-            details={"restart_server": restarts},
+            details={"restart_server": restarts, "output": str(all_runs.state / "out")},
             supervisor="backends.supervise",
         )
 
@@ -78,7 +78,10 @@ def ended(run: Run) -> runs.Exit:
 
 
 def told(run: Run) -> list[dict[str, Any]]:
-    return [event for event in events.latest(run.folder) if event["event"] not in ("started", "ended")]
+    """What happened, without what the watch saw; it saw nothing that it could not look at."""
+    assert "Traceback" not in run.log.read_text()
+    beside = ("started", "ended", "trouble", "trouble_over")
+    return [event for event in events.latest(run.folder) if event["event"] not in beside]
 
 
 def ready(run: Run) -> None:
@@ -117,6 +120,13 @@ def test_a_dead_server_is_launched_again_as_it_was(extract: Extract, server: Ser
     assert (relaunched["event"], relaunched["server"], relaunched["instead_of"]) == ("relaunched", second.id, first.id)
     assert not first.stop_asked  # it died, and shall be shown so
     assert json.loads((run.folder / "result.json").read_text()) == {"written": 3}
+    trouble = [event for event in events.latest(run.folder) if event["event"].startswith("trouble")]
+    assert [(event["event"], event["id"]) for event in trouble] == [
+        ("trouble", "server-crashed"),
+        ("trouble_over", "server-crashed"),
+    ]
+    assert trouble[0]["severity"] == "critical"
+    assert trouble[0]["cause"] == "a process was killed by SIGKILL, most often by the kernel's OOM killer"
 
 
 def test_only_as_often_as_was_allowed(extract: Extract, server: Server, all_runs: Runs) -> None:

@@ -19,11 +19,12 @@ import psutil
 import pytest
 from helpers import free_port, until
 
-from backends import processes, runs, watch
+from backends import health, processes, runs, watch
 from backends.diagnose import SILENCE, Limits
 from backends.gpus import Gpu, GpuProcess, Xid
+from backends.health import Health
 from backends.runs import Run, stop
-from backends.watch import Health, ServerWatch
+from backends.watch import ServerWatch
 from capture import dump
 
 Server = Callable[..., Run]
@@ -489,28 +490,57 @@ def test_health_is_asked_seldom_once_it_is_good(
     port = free_port()
     stranger(port)
     monkeypatch.setattr(Answer, "asked", [])
-    monkeypatch.setattr(watch, "FIRST_ANSWER", 60.0)
-    monkeypatch.setattr(watch, "HEALTH_PAUSE", 600.0)
-    health = Health(port)
-    assert [health.ask() for _ in range(50)] == [200] * 50  # the first call waits for its answer
-    until(lambda: not health._asking)
+    asked = Health(port, 60.0)
+    assert [asked.ask(600.0) for _ in range(50)] == [200] * 50  # the first call waits for its answer
+    until(lambda: not asked._asking)
     assert Answer.asked == ["/health"]
-    monkeypatch.setattr(watch, "HEALTH_PAUSE", 0.0)
-    until(lambda: health.ask() == 200 and len(Answer.asked) > 2)
+    until(lambda: asked.ask(0.0) == 200 and len(Answer.asked) > 2)
 
 
-def test_a_server_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "FIRST_ANSWER", 0.2)
+def test_a_server_that_does_not_answer_is_asked_once() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
-        health = Health(server.getsockname()[1])
-        assert [health.ask() for _ in range(50)] == [None] * 50
+        asked = Health(server.getsockname()[1], 0.2)
+        assert [asked.ask(0.0) for _ in range(50)] == [None] * 50
         server.settimeout(60)
         first, _ = server.accept()
         server.settimeout(0.2)
         with pytest.raises(TimeoutError):
             server.accept()
         first.close()
-        until(lambda: health.seconds is not None, "the answer is lost")
-        assert health.ask() is None
+        until(lambda: asked.seconds is not None, "the answer is lost")
+        assert asked.ask(0.0) is None
+
+
+PREFILL = "Prefill batch, #new-seq: 1, #new-token: 40, #cached-token: 0, token usage: 0.01, #running-req: {}, #queue-req: {}, "
+ANSWERED = '[{}] INFO:     127.0.0.1:1 - "POST /generate HTTP/1.1" 200 OK\n'
+
+
+@pytest.mark.parametrize(
+    ("lines", "rest"),
+    [
+        ("", health.IDLE),
+        (ANSWERED.format(stamp()), health.FLOWING),
+        (f"[{stamp(60)}] {PREFILL.format(3, 2)}\n", health.SUSPICIOUS),
+        (f"[{stamp(60)}] {PREFILL.format(3, 2)}\n{ANSWERED.format(stamp())}", health.SUSPICIOUS),
+        (f"[{stamp(60)}] {PREFILL.format(0, 0)}\n", health.IDLE),
+        (f"[{stamp(60)}] {PREFILL.format(0, 0)}\n{ANSWERED.format(stamp())}", health.FLOWING),
+    ],
+    ids=["idle", "answers", "silent with work", "silent with work, and one answer", "nothing to do", "traffic flows"],
+)
+def test_how_closely_health_is_watched(quiet: Run, lines: str, rest: float) -> None:
+    seen = ServerWatch(quiet)
+    write(quiet, f"[{stamp(90)}] Load weight begin. avail mem=1.00 GB\n")
+    seen.look()
+    write(quiet, lines)
+    seen.look()
+    assert seen._rest() == rest
+
+
+def test_answers_of_long_ago_are_no_traffic(quiet: Run) -> None:
+    write(quiet, ANSWERED.format(stamp(600)))
+    os.utime(quiet.log, (time.time() - 600, time.time() - 600))
+    seen = ServerWatch(quiet)
+    seen.look()
+    assert seen._rest() == health.IDLE

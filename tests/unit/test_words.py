@@ -423,12 +423,22 @@ def test_an_extraction() -> None:
 def test_a_snapshot() -> None:
     at = time.mktime((2026, 1, 1, 12, 34, 56, 0, 0, -1))
     now = {"at": at, "host": {"user": "ada", "host": "gpu-7"}, "server": None, "dumps": None, "extraction": None}
-    now |= {"streams": [], "link": {"state": "live"}, "gpus": {"state": "ok", "why": None, "gpus": [GPU]}}
+    now |= {"streams": [], "alarms": [], "link": {"state": "live"}, "gpus": {"state": "ok", "why": None, "gpus": [GPU]}}
     (gpu,) = words.gpus(now["gpus"])
     assert list(words.snapshot(now)) == ["ada@gpu-7 · 12:34:56", gpu, "no server of ours ever ran here"]
-    now |= {"server": server(), "dumps": DUMPS, "extraction": extraction()}
+    alarm = {
+        "id": "gpu-xid",
+        "severity": "critical",
+        "since": at,
+        "cause": "an XID",
+        "evidence": "GPU 3",
+        "remedy": "go",
+    }
+    now |= {"server": server(), "dumps": DUMPS, "extraction": extraction(), "alarms": [alarm]}
     assert list(words.snapshot(now)) == [
         "ada@gpu-7 · 12:34:56",
+        "! critical since 2026-01-01 12:34:56: an XID (GPU 3)",
+        "  -> go",
         gpu,
         *words.server(server()),
         words.dumps(DUMPS),
