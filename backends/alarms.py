@@ -33,16 +33,18 @@ ORDER: tuple[Severity, ...] = ("critical", "warning")
 class Limits(msgspec.Struct, kw_only=True):
     """When a rule alarms; seconds, where nothing else is said.
 
-    `hang`: a suspected hang stays one; `health`: /health fails, and nothing is drawn meanwhile; `stall`: nothing
-    comes of requests that are under way, at least and in times of what the longest sample takes (`stall_longest`);
-    `pace`: over which throughput is compared with the run's own median, of which `pace_share` is a collapse that lasts
-    for `collapse`; `throttle`: over which `throttle_share` of the looks show a GPU throttled; `full`: time until the
-    dump folder's memory is full as other processes fill it, taken over `fill`; `room`: it has no room for the longest
-    sample; `disk`: the output's disk will not take the rest of the run; `bad`: over which `bad_samples` samples, and
-    `bad_share` of those that ended, failed since their states are not finite.
+    `hang`: a suspected hang stays one; `unknown`: so long it is not known whether a server that is up is well;
+    `health`: /health fails, and nothing is drawn meanwhile; `stall`: nothing comes of requests that are under way, at
+    least and in times of what the longest sample takes (`stall_longest`); `pace`: over which throughput is compared
+    with the run's own median, of which `pace_share` is a collapse that lasts for `collapse`; `throttle`: over which
+    `throttle_share` of the looks show a GPU throttled; `full`: time until the dump folder's memory is full as other
+    processes fill it, taken over `fill`; `room`: it has no room for the longest sample; `disk`: the output's disk will
+    not take the rest of the run; `bad`: over which `bad_samples` samples, and `bad_share` of those that ended, failed
+    since their states are not finite.
     """
 
     hang: float = 15.0
+    unknown: float = 30.0
     health: float = 60.0
     stall: float = 180.0
     stall_longest: float = 5.0
@@ -61,7 +63,7 @@ class Limits(msgspec.Struct, kw_only=True):
 
     def scaled(self, factor: float) -> Limits:
         """The same, so many times as patient."""
-        seconds = ("hang", "health", "stall", "pace", "collapse", "throttle", "fill", "room", "disk", "bad")
+        seconds = ("hang", "unknown", "health", "stall", "pace", "collapse", "throttle", "fill", "room", "disk", "bad")
         return msgspec.structs.replace(self, **{name: getattr(self, name) * factor for name in seconds})
 
 
@@ -199,10 +201,15 @@ def server_hangs(seen: Seen, limits: Limits) -> str | None:
     return seen.now.said if seen.now.verdict == "hang_suspected" else None
 
 
+def server_unknown(seen: Seen, limits: Limits) -> str | None:
+    """It says that it is ready, and something does not fit: without the tap, or its port closed."""
+    return seen.now.said if seen.now.verdict == "unknown" else None
+
+
 def health_failed(seen: Seen, limits: Limits) -> str | None:
     """While long prompts are computed /health may take long, but then something is drawn."""
     failing = seen.now.health_failing_s or 0.0
-    if failing < limits.health or seen.now.verdict not in ("degraded", "unknown") or _moved(seen, limits.health):
+    if failing < limits.health or seen.now.verdict != "degraded" or _moved(seen, limits.health):
         return None
     return f"/health fails for {failing:.0f} s, and nothing was drawn meanwhile"
 
@@ -318,6 +325,7 @@ RULES = (
     Rule("queue-stalled", "critical", queue_stalled),
     Rule("health-failed", "critical", health_failed),
     Rule("memory-filling", "critical", memory_filling),
+    Rule("server-unknown", "warning", server_unknown, lambda limits: limits.unknown, of_verdict=True),
     Rule("disk-filling", "warning", disk_filling, lambda limits: limits.disk),
     Rule("throughput-collapsed", "warning", throughput_collapsed, lambda limits: limits.collapse),
     Rule("gpu-throttled", "warning", gpu_throttled),

@@ -73,6 +73,11 @@ def when(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
+def clock(at: float) -> str:
+    """A moment in epoch seconds as the time of day here."""
+    return time.strftime("%H:%M", time.localtime(at))
+
+
 def phase_bar(status: dict[str, Any]) -> str:
     """The start-up phases with their times: `args 1 s > weights 312 s > kv …`."""
     parts = []

@@ -269,6 +269,48 @@ HANG = {
     ],
 }
 
+
+def alarm(name: str, severity: str, cause: str, remedy: str, evidence: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "severity": severity,
+        "cause": cause,
+        "remedy": remedy,
+        "evidence": evidence,
+        "since": AT - 60.0,
+    }
+
+
+HANGS = alarm("server-hangs", "critical", HANG["cause"], HANG["remedy"], HANG["evidence"][0])
+CRASHED = alarm(
+    "server-crashed",
+    "critical",
+    "GPU memory ran out while the weights were loading",
+    "lower --mem-fraction-static",
+    "process gone",
+)
+HOT = alarm(
+    "gpu-throttled",
+    "warning",
+    "a GPU is slowed down by heat or by its power supply",
+    "look at cooling and power of the host; layertap doctor shows temperatures and limits",
+    "for 60 s GPU 5: hw_thermal",
+)
+XID = alarm(
+    "gpu-xid",
+    "critical",
+    "the driver reported errors of a GPU (XID)",
+    "see dmesg for the XID's text; verify what was drawn since, and reset the GPU if it comes again",
+    "GPU 6 reported XID 79",
+)
+FILLING = alarm(
+    "memory-filling",
+    "critical",
+    "the memory that dumps go through (tmpfs) is full, or will be; requests then fail",
+    "find what else lies there (du -sh /dev/shm/*), and remove what is nobody's; the run goes on by itself",
+    "/dev/shm is full in 95 s: other processes fill it, 3 GB are left",
+)
+
 SCENES: dict[str, dict[str, Any]] = {
     "live": snapshot(),
     "connecting": empty_snapshot()
@@ -287,6 +329,7 @@ SCENES: dict[str, dict[str, Any]] = {
     "failed": snapshot(link=LIVE | {"state": "failed", "since": AT - 5.0, "why": "gpu-host-1: no key was accepted; see `ssh -v gpu-host-1`"}),
     "no-gpu": snapshot(gpus={"state": "no_nvml", "why": "NVML: not found", "driver": None, "cuda": None, "gpus": []}),
     "throttled": snapshot(
+        alarms=[XID, HOT],
         gpus={
             "state": "ok",
             "why": None,
@@ -301,16 +344,18 @@ SCENES: dict[str, dict[str, Any]] = {
         }
     ),
     "hang": snapshot(
-        server=starting() | {"created": AT - 500.0, "phase": "warm_up", "phase_seconds": 160.0, "phases": phases("args", "dist", "weights", "kv", "limits", "http", "warm_up"), "health": 503, "verdict": HANG}, dumps=None, extraction=None
+        server=starting() | {"created": AT - 500.0, "phase": "warm_up", "phase_seconds": 160.0, "phases": phases("args", "dist", "weights", "kv", "limits", "http", "warm_up"), "health": 503, "verdict": HANG}, dumps=None, extraction=None, alarms=[HANGS]
     ),
     "crashed": snapshot(
+        alarms=[CRASHED],
         server=server(
             state="exited",
             exit={"code": None, "signal": 9, "at": AT - 60.0},
             verdict={"verdict": "crashed", "cause": "GPU memory ran out while the weights were loading", "remedy": "lower --mem-fraction-static", "evidence": []},
         )
     ),
-    "tmpfs-full-soon": snapshot(dumps=dumps(free_bytes=3 * 10**9, seconds_to_full=95.0)),
+    "tmpfs-full-soon": snapshot(dumps=dumps(free_bytes=3 * 10**9, seconds_to_full=95.0), alarms=[FILLING]),
+    "slower": snapshot(alarms=[HOT]),
 }  # fmt: skip
 
 

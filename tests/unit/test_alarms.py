@@ -146,6 +146,7 @@ def three_bad(at: float) -> Sight:
 TRUE = {
     "the scheduler dies": (verdict("crashed", 600), {"server-crashed": (600, 602)}),
     "the server hangs": (verdict("hang_suspected", 600), {"server-hangs": (614, 620)}),
+    "the tap is gone": (since(600, verdict="unknown", said="tap not in"), {"server-unknown": (630, 636)}),
     "/health fails, and nothing comes": (
         lambda at: steady(at, min(at, 600), **failing(at, 600)),
         {"health-failed": (660, 666), "queue-stalled": (780, 790), "throughput-collapsed": (760, 790)},
@@ -179,6 +180,7 @@ SILENT = {
     "the end of a run": at_its_end,
     "a server that compiles": lambda at: steady(at, stands(600, 900)(at), verdict="slow_but_fine", pending=0),
     "a hang that was none": between(600, 610, verdict="hang_suspected"),
+    "what is not known yet": between(600, 620, verdict="unknown"),
     "/health is late, while samples come": lambda at: steady(at, **failing(at, 600)),
     "/health fails for a moment": lambda at: steady(at, stands(600, 640)(at), **(failing(at, 600) if at < 640 else {})),
     "a GPU that is throttled now and then": now_and_then,

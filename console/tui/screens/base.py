@@ -1,4 +1,4 @@
-"""What every screen has: the line at its top that tells host, link and server, and the keys at its bottom."""
+"""What every screen has: the line at its top that tells host, link and server, what is wrong, and the keys below."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from console.commands import COMMANDS
 from console.feed import Feed
 from console.session import Session, going_on
 from console.tui.jobs import ask
+from console.tui.widgets.banner import Banner
 from console.tui.widgets.panel import Panel, joined, line
 
 T = TypeVar("T")
@@ -93,8 +94,9 @@ class HostScreen(Screen[None]):
         return self._begun and bool(self.query(HostLine))
 
     def compose(self) -> ComposeResult:
-        """Top line, body, keys."""
+        """Top line, what is wrong, body, keys."""
         yield HostLine(self.feed)
+        yield Banner()
         yield from self.compose_body()
         yield Footer(show_command_palette=False)
 
@@ -105,6 +107,7 @@ class HostScreen(Screen[None]):
     def show(self, now: dict[str, Any]) -> None:
         """Draw a snapshot."""
         self.query_one(HostLine).show(now)
+        self.query_one(Banner).show(now)
         for panel in self.query(Panel):
             panel.show(now)
 

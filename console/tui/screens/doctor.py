@@ -140,7 +140,7 @@ class DoctorScreen(HostScreen):
         if self.laid_out:
             report = self._panel.report
             came_to = words.doctor_counts(report) if report else "not asked; u asks"
-            self.query_one("#state", Static).update(line((what or came_to, "$text-muted")))
+            self.query_one("#state", Static).update(line((what or came_to, "$foreground-muted")))
             self._panel.show(self.feed.snapshot())
 
 
