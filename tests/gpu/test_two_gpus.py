@@ -29,6 +29,7 @@ ARGS = {
     "attention_backend": "triton", "sampling_backend": "pytorch", "mem_fraction_static": 0.3, "tp_size": 2,
     "context_length": 8200, "max_prefill_tokens": 16384, "max_total_tokens": 65536, "memory": 8 << 30,
 }  # fmt: skip
+POSITIONS = 16384
 LENGTHS = [3, 64, 1500, 2500, 8192]  # on both sides of what all-reduce fusion takes
 
 
@@ -42,7 +43,7 @@ def two_gpus() -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "deepseek-v3"
     heads = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-    config = models._deepseek_shape(layers=8, hidden=1024, **heads)
+    config = models._deepseek_shape(layers=8, hidden=1024, max_position_embeddings=POSITIONS, **heads)
     models._save(folder, DeepseekV3ForCausalLM, config, extra=models.DEEPSEEK_FOR_SGLANG)
     return folder
 
@@ -68,7 +69,7 @@ GLM = {
     "vocab_size": models.VOCABULARY, "hidden_size": 1024, "intermediate_size": 2048, "moe_intermediate_size": 256,
     "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "n_routed_experts": 8,
     "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-    "max_position_embeddings": models.MAX_POSITIONS, "dtype": "bfloat16",
+    "max_position_embeddings": POSITIONS, "dtype": "bfloat16",
 }  # fmt: skip
 
 
