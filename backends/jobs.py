@@ -29,7 +29,7 @@ JOBS = {
 }
 PATHS = ("rows", "output", "dataset", "other")
 # What else it takes to ask for the same extraction again.
-ASKED = ("formats", "options", "allow_volatile", "restart_server")
+ASKED = ("formats", "options", "allow_volatile", "restart_server", "beside_ports")
 
 
 def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: int | None) -> Run:
@@ -39,11 +39,15 @@ def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: i
     if kind == "extract":
         details |= {key: job[key] for key in ASKED if key in job}
         refuse_second(runs, job["output"])
-    job.pop("restart_server", None)  # the supervisor's
+    restarts, beside_ports = job.pop("restart_server", 0), job.pop("beside_ports", [])
     if JOBS[kind]:
         server = runs.server(port)
-        job |= {"server": msgspec.to_builtins(describe(server)), "lock": str(draw_lock(runs, server))}
+        job |= _source(runs, server)
         details["server"] = server.id
+        if beside_ports:
+            beside = _beside(runs, server, beside_ports, restarts)
+            job["beside"] = [_source(runs, one) for one in beside]
+            details["beside"] = [one.id for one in beside]
     elif kind == "plan":
         job["model"] = _plan_model(runs, job.get("model"), port)
     elif kind == "doctor":
@@ -73,6 +77,24 @@ def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: i
     )
 
 
+def _source(runs: Runs, server: Run) -> dict[str, Any]:
+    """A server as a job that draws from it is told of it."""
+    return {"server": msgspec.to_builtins(describe(server)), "lock": str(draw_lock(runs, server))}
+
+
+def _beside(runs: Runs, first: Run, ports: list[int], restarts: int) -> list[Run]:
+    """The servers on these ports. Raises UsageError for one that is named twice, RunDied for one that is not there."""
+    if restarts:
+        raise UsageError(
+            "--restart-server goes with one server; of several, those that live go on without one that died"
+        )
+    found = [runs.server(port) for port in ports]
+    ids = [first.id, *(server.id for server in found)]
+    if len({*ids}) < len(ids):
+        raise UsageError("--port names the same server twice")
+    return found
+
+
 def read_job(run: Run) -> dict[str, Any]:
     """What a job was asked for, as it is now: another server where its own was launched again. Raises UsageError."""
     path = run.folder / "job.json"
@@ -87,7 +109,8 @@ def draws_from(run: Run, server: Run) -> bool:
     if not JOBS.get(run.spec.kind):
         return False
     try:
-        return bool(read_job(run)["server"]["run"] == server.id)
+        job = read_job(run)
+        return server.id in [source["server"]["run"] for source in (job, *job.get("beside", ()))]
     except UsageError:  # its folder is being removed
         return False
 

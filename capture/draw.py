@@ -49,10 +49,13 @@ def lock(path: Path, what: str) -> int:
     return handle
 
 
-def tokens_in_flight(server: Server, tap: TapState) -> int:
-    """Tokens whose dumps may lie in memory at once: by the tap's settings, or fewer where tmpfs has become small."""
+def tokens_in_flight(server: Server, tap: TapState, share: int = 1) -> int:
+    """Tokens whose dumps may lie in memory at once: by the tap's settings, or fewer where tmpfs has become small.
+
+    What is free there is for `share` servers.
+    """
     free = shutil.disk_usage(server.dump_dir).free - tap.reserve
-    return min(tap.dump_bytes, int(max(free, 0) * TMPFS_SHARE)) // tap.bytes_per_token
+    return min(tap.dump_bytes, int(max(free, 0) * TMPFS_SHARE) // share) // tap.bytes_per_token
 
 
 class Drawer:
@@ -122,7 +125,7 @@ class Drawer:
                 text = (await answer.text())[:300]
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             self.check_alive()
-            raise DrawError(f"/generate: {error}") from error
+            raise DrawError(f"/generate: {type(error).__name__}: {error}") from error  # some say nothing else
         raise DrawError(f"/generate answered {answer.status}: {text}", hopeless=400 <= answer.status < 500)
 
     def check_alive(self) -> None:

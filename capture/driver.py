@@ -7,6 +7,7 @@ whatever else was under way is drawn again by the next run, into the same files.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import signal
@@ -22,8 +23,9 @@ from typing import Any
 import msgspec
 
 from capture import alarms, code_hash, dump, formats, gate, manifest, parallel, probe, row_files, rows, verify
-from capture.draw import Drawer, DrawError, lock, tokens_in_flight
+from capture.draw import DrawError, lock
 from capture.finish import finish
+from capture.lanes import Lane, Lanes, Place
 from capture.ledger import Change, Ledger, Sample
 from capture.rows import RowOptions
 from capture.server import Server, ServerGone
@@ -32,7 +34,6 @@ ATTEMPTS = 3
 BACK_OFF = 0.3  # seconds before the second attempt, four times as many before each further one
 BUSY_SECONDS = 120.0  # for which a sample is asked for again while the writers have no slot free
 BUSY_PAUSE = 0.5
-MOST_IN_FLIGHT = 256
 COMMIT_SECONDS = 0.25
 REPORT_SECONDS = 0.5
 DRAIN_SECONDS = 30.0
@@ -41,17 +42,33 @@ KEPT = ("created", "input_hash", "probe", "alarms", "exported", "finished")  # o
 SAMPLE_EVENTS = 300  # retries and failures that the run's history has; the log has all
 
 
-class ExtractJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What an extraction is asked for; paths are the host's. `lock` is the server's lock for drawing."""
+class Source(msgspec.Struct, frozen=True):
+    """A server, and its lock for drawing."""
 
     server: Server
     lock: str
+
+
+class ExtractJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What an extraction is asked for; paths are the host's.
+
+    `lock` is the server's lock for drawing, `beside` are more servers, of the same model and layers.
+    """
+
+    server: Server
+    lock: str
+    beside: list[Source] = []
     rows: str
     output: str
     formats: list[str]
     options: RowOptions
     layertap: str
     allow_volatile: bool = False
+
+    @property
+    def sources(self) -> list[Source]:
+        """Every server that is drawn from."""
+        return [Source(self.server, self.lock), *self.beside]
 
 
 class Stop(Exception):
@@ -69,7 +86,8 @@ class NotSafe(Exception):
 class Progress(msgspec.Struct, kw_only=True):
     """progress.json of an extraction. Rates are over the last ten seconds; None where unknown.
 
-    `rows` were read and tokenised by this run, 0 where that was done by an earlier one.
+    `rows` were read and tokenised by this run, 0 where that was done by an earlier one. `written_by` counts what this
+    run wrote by the server that it was drawn from.
     """
 
     schema: int = 1
@@ -81,6 +99,7 @@ class Progress(msgspec.Struct, kw_only=True):
     sent: int = 0
     captured: int = 0
     written: int = 0
+    written_by: dict[str, int] = {}
     failed: int = 0
     not_finite: int = 0
     bad_rows: int = 0
@@ -106,9 +125,10 @@ def extract(job: ExtractJob, report: Callable[[Any], None], say: Callable[[str],
     """
     output = Path(job.output)
     manifest.take_folder(output, job.allow_volatile, say)
-    output_lock = lock(output / ".lock", f"another extraction writes to {output}")
-    server_lock = lock(Path(job.lock), f"another job draws from the server {job.server.run}")
+    locks = [lock(output / ".lock", f"another extraction writes to {output}")]
     try:
+        for source in job.sources:
+            locks.append(lock(Path(source.lock), f"another job draws from the server {source.server.run}"))
         extraction = Extraction(job, output, report, say, tell)
         extraction.prepare()
         return asyncio.run(extraction.drive())
@@ -117,8 +137,8 @@ def extract(job: ExtractJob, report: Callable[[Any], None], say: Callable[[str],
             raise cannot_write(output, error) from error
         raise
     finally:
-        os.close(output_lock)
-        os.close(server_lock)
+        for held in locks:
+            os.close(held)
 
 
 class Extraction:
@@ -140,22 +160,32 @@ class Extraction:
     def prepare(self) -> None:
         """Everything before the first prompt: gate, settings, tokens, probe."""
         self.report(self.progress)
-        tap, info = self._pass_gate(longest=None)
+        self.servers = [source.server for source in self.job.sources]
+        passed = [self._pass_gate(server, longest=None) for server in self.servers]
+        self.taps = [tap for tap, _ in passed]
+        infos = [info for _, info in passed]
+        require_alike(self.servers, self.taps)
+        tap = self.taps[0]
         assert tap.layers is not None
         self.tap, self.boundaries = tap, tap.layers.boundaries
         for name in self.job.formats:
             if reason := formats.find(name).refuse(tap.dtype, len(self.boundaries)):
                 raise manifest.ManifestError(f"--format {name}: {reason}")
         tokenizer = rows.load_tokenizer(self.job.server.model, self.job.server.trust_remote_code)
-        self.manifest = self._make_manifest(info, tokenizer)
+        self.manifest = self._make_manifest(infos, tokenizer)
         self.ledger = Ledger(self.output)
-        self._tokenise(tokenizer, info)
+        self._tokenise(tokenizer, min(filter(None, map(gate.longest_prompt, infos)), default=None))
         self.progress.longest = self.ledger.longest()
-        self._pass_gate(self.progress.longest)
+        for server in self.servers:
+            self._pass_gate(server, self.progress.longest)
         self.ledger.reopen()
         self._count()
         if self.progress.pending:
-            self._pass_probe(tokenizer, info)
+            probes = [self._pass_probe(*one, tokenizer) for one in zip(self.servers, self.taps, infos, strict=True)]
+            self.manifest.probe, *beside = map(msgspec.to_builtins, probes)
+            for described, found in zip(self.manifest.beside, beside, strict=True):
+                described.probe = found
+            manifest.write_manifest(self.output, self.manifest)
         now = self.progress
         self.tell(
             "prepared",
@@ -166,9 +196,9 @@ class Extraction:
             overlong_rows=now.overlong_rows,
         )
 
-    def _pass_gate(self, longest: int | None) -> tuple[dump.TapState, dict[str, Any]]:
-        tap, info = dump.read_tap(Path(self.job.server.dump_dir)), self.job.server.info()
-        findings = gate.check(info, tap, gate.Expected(code_hash(), self.job.server.model, longest))
+    def _pass_gate(self, server: Server, longest: int | None) -> tuple[dump.TapState, dict[str, Any]]:
+        tap, info = dump.read_tap(Path(server.dump_dir)), server.info()
+        findings = gate.check(info, tap, gate.Expected(code_hash(), server.model, longest))
         new = [finding for finding in findings if finding not in self.told]
         self.told.update(new)
         for finding in new:
@@ -180,24 +210,23 @@ class Extraction:
         assert tap is not None
         return tap, info
 
-    def _pass_probe(self, tokenizer: Any, info: dict[str, Any]) -> None:
-        """Have the server shown to be safe, unless it has been already; the manifest keeps how."""
-        server, longest = self.job.server, self.ledger.longest()
-        found = probe.kept(server, self.tap, longest)
+    def _pass_probe(self, server: Server, tap: dump.TapState, info: dict[str, Any], tokenizer: Any) -> probe.Probed:
+        """Have the server shown to be safe, unless it has been already."""
+        longest = self.ledger.longest()
+        found = probe.kept(server, tap, longest)
         earlier = found is not None
         if found is None:
             self.progress.phase = "probing"
             self.report(self.progress)
             # The embedded engine takes a minute for the longest prompts; what is not drawn need not be probed there.
             most = longest if info.get("device") == "cpu" else None
-            found = probe.probe(server, self.tap, info, tokenizer, lambda what: self.say(f"probe: {what}"), most=most)
+            found = probe.probe(server, tap, info, tokenizer, lambda what: self.say(f"probe: {what}"), most=most)
         self.tell("probed", passed=found.passed, earlier=earlier, lengths=found.lengths, ranks=found.ranks)
         if refusal := found.refusal():
             raise NotSafe(refusal)
-        self.manifest.probe = msgspec.to_builtins(found)
-        manifest.write_manifest(self.output, self.manifest)
+        return found
 
-    def _make_manifest(self, info: dict[str, Any], tokenizer: Any) -> manifest.Manifest:
+    def _make_manifest(self, infos: list[dict[str, Any]], tokenizer: Any) -> manifest.Manifest:
         tap, options = self.tap, self.job.options
         assert tap.layers is not None
         settings = manifest.Settings(
@@ -232,15 +261,22 @@ class Extraction:
             sglang=tap.sglang,
             layertap=self.job.layertap,
             profile=self.job.server.profile,
-            server=_public(info),
+            server=_public(infos[0]),
+            beside=[
+                manifest.Beside(server.run, server.profile, _public(info))
+                for server, info in zip(self.servers[1:], infos[1:], strict=True)
+            ],
             updated=time.time(),
             **kept,
         )
         manifest.write_manifest(self.output, made)
         return made
 
-    def _tokenise(self, tokenizer: Any, info: dict[str, Any]) -> None:
-        """Tokenise the input unless it is the one that the ledger holds already."""
+    def _tokenise(self, tokenizer: Any, longest: int | None) -> None:
+        """Tokenise the input unless it is the one that the ledger holds already.
+
+        `longest` is what the servers take in one prompt, where they say it.
+        """
         now = row_files.read_hash(self.job.rows)
         if now == self.manifest.input_hash:
             self.say(f"{self.job.rows} is tokenised already")
@@ -250,7 +286,7 @@ class Extraction:
         self.report(self.progress)
         options = self.job.options
         if options.max_length is None:
-            options = msgspec.structs.replace(options, max_length=gate.longest_prompt(info))
+            options = msgspec.structs.replace(options, max_length=longest)
         outcomes = rows.tokenise(
             self.job.rows, tokenizer, options, vocab_size=len(tokenizer), workers=parallel.default_workers()
         )
@@ -292,17 +328,21 @@ class Extraction:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._stop, Stop(130, "it was asked to stop"))
         self.progress.phase = "extracting"
-        self.budget = Budget(tokens_in_flight(self.job.server, self.tap))
+        self.lanes = Lanes(
+            [Lane(server, tap, len(self.servers)) for server, tap in zip(self.servers, self.taps, strict=True)]
+        )
         tasks: set[asyncio.Task[None]] = set()
         with ThreadPoolExecutor(max(4, len(os.sched_getaffinity(0)) // 2)) as self.pool:
-            async with Drawer(self.job.server, self.tap) as self.drawer:
+            async with contextlib.AsyncExitStack() as stack:
+                for lane in self.lanes.all:
+                    await stack.enter_async_context(lane)
                 keepers = [asyncio.create_task(self._commit_often()), asyncio.create_task(self._look_after())]
                 try:
                     for sample in self.ledger.samples("pending"):
-                        await self.budget.take(sample.tokens, lambda: self.stopping is not None)
-                        if self.stopping:
+                        place = await self.lanes.take(sample.tokens, self._is_stopping)
+                        if place is None:
                             break
-                        task = asyncio.create_task(self._one(sample))
+                        task = asyncio.create_task(self._one(sample, place))
                         tasks.add(task)
                         task.add_done_callback(tasks.discard)
                     await self._drain(tasks)
@@ -350,10 +390,10 @@ class Extraction:
             raise self.stopping
         return 1 if progress.failed or progress.bad_rows else 0
 
-    async def _one(self, sample: Sample) -> None:
+    async def _one(self, sample: Sample, place: Place) -> None:
         """Draw one sample until it is written or has failed; never raises for the sample's own sake."""
         try:
-            await self._attempts(sample)
+            await self._attempts(sample, place)
         except (ServerGone, Stop) as error:
             self._stop(error)
         except asyncio.CancelledError:
@@ -361,16 +401,16 @@ class Extraction:
         except Exception as error:  # a bug of ours must not look like a finished run
             self._stop(error)
         finally:
-            self.budget.give_back(sample.tokens)
+            self.lanes.give_back(place)
 
-    async def _attempts(self, sample: Sample) -> None:
+    async def _attempts(self, sample: Sample, place: Place) -> None:
         ids, mask = self.ledger.tokens(sample)
-        reason, attempts, not_finite = "", sample.attempts, False
-        for attempt in range(ATTEMPTS):
-            if attempt:
+        reason, attempts, failures, not_finite = "", sample.attempts, 0, False
+        while failures < ATTEMPTS:
+            if reason:
                 self.say(f"sample {sample.number} is drawn again: {reason}")
                 self._tell_of_sample("retry", sample=sample.number, reason=reason)
-                await asyncio.sleep(BACK_OFF * 4 ** (attempt - 1))
+                await asyncio.sleep(BACK_OFF * 4 ** (failures - 1) if failures else 0)
             if self.stopping:
                 return
             attempts += 1
@@ -378,21 +418,30 @@ class Extraction:
             self.progress.pending -= 1
             self.progress.sent += 1
             try:
-                rid, folder = await self._draw(sample.number, attempts, ids)
+                rid, folder = await self._draw(place.lane, sample.number, attempts, ids)
             except DrawError as error:
                 self.progress.sent -= 1
                 self.progress.pending += 1
-                reason = str(error)
+                reason, failures = str(error), failures + 1
                 if error.hopeless:
                     break
+                continue
+            except ServerGone as error:  # no fault of the sample's: another server draws it
+                self.progress.sent -= 1
+                self.progress.pending += 1
+                reason = str(error)
+                self._lose(place.lane, error)
+                await self.lanes.move(place, self._is_stopping)
                 continue
             self.progress.sent -= 1
             self.progress.captured += 1
             try:
                 await self._keep(sample, attempts, rid, folder, ids, mask)
+                self._count_written(place.lane)
                 return
             except (verify.VerificationError, dump.DumpError) as error:
                 reason, not_finite = str(error), isinstance(error, verify.NotFiniteError)
+                failures += 1
                 self.progress.pending += 1
             finally:
                 self.progress.captured -= 1
@@ -405,6 +454,27 @@ class Extraction:
         self.say(f"sample {sample.number} ({sample.file}:{sample.line}) failed: {reason}")
         self._tell_of_sample("failed", sample=sample.number, file=sample.file, line=sample.line, reason=reason)
 
+    def _count_written(self, lane: Lane) -> None:
+        counts, run = self.progress.written_by, lane.server.run
+        self.progress.written_by = counts | {run: counts.get(run, 0) + 1}
+
+    def _lose(self, lane: Lane, why: ServerGone) -> None:
+        """A server is dead: the others go on with its samples; without any left, the run ends."""
+        if lane.gone:
+            return
+        lane.lose(why)
+        left = len(self.lanes.alive)
+        if not left:
+            self._stop(why)
+            return
+        text = f"the server {lane.server.run} is dead; its {lane.samples} samples go on with the {left} left"
+        self.say(f"warning: {text}")
+        self.tell("server_lost", server=lane.server.run, samples=lane.samples, left=left, reason=text)
+        self.lanes.wake()
+
+    def _is_stopping(self) -> bool:
+        return self.stopping is not None
+
     def _tell_of_sample(self, event: str, **facts: Any) -> None:
         self.sample_events += 1
         if self.sample_events <= SAMPLE_EVENTS:
@@ -412,17 +482,18 @@ class Extraction:
         elif self.sample_events == SAMPLE_EVENTS + 1:
             self.tell("log_only", most=SAMPLE_EVENTS)
 
-    async def _draw(self, number: int, attempt: int, ids: list[int]) -> tuple[str, Path]:
+    async def _draw(self, lane: Lane, number: int, attempt: int, ids: list[int]) -> tuple[str, Path]:
         """Draw a dump; where no arena slot was free for it, wait until there is one and ask again."""
         patience = time.monotonic() + BUSY_SECONDS
         while True:
             try:
-                return await self.drawer.draw(number, attempt, ids)
+                return await lane.draw(number, attempt, ids)
             except DrawError as error:
                 if not error.busy:
                     raise
-                while not (tap := dump.read_tap(self.drawer.dump_dir)) or tap.slots_free == 0:
-                    if self.stopping or time.monotonic() > patience:
+                self.say(f"sample {number} waits for a slot and is asked for again: {error}")
+                while not (tap := dump.read_tap(lane.drawer.dump_dir)) or tap.slots_free == 0:
+                    if self.stopping or lane.gone or time.monotonic() > patience:
                         raise
                     await asyncio.sleep(BUSY_PAUSE)
 
@@ -461,7 +532,7 @@ class Extraction:
         """Admit nothing more and end; the first reason counts."""
         if self.stopping is None:
             self.stopping = why
-            self.budget.wake()
+            self.lanes.wake()
 
     async def _commit_often(self) -> None:
         while True:
@@ -481,10 +552,11 @@ class Extraction:
 
     async def _look_after(self) -> None:
         while True:
-            try:
-                self.drawer.check_alive()
-            except ServerGone as error:
-                self._stop(error)
+            for lane in self.lanes.alive:
+                try:
+                    lane.drawer.check_alive()
+                except ServerGone as error:
+                    self._lose(lane, error)
             self._pace()
             self.report(self.progress)
             await asyncio.sleep(REPORT_SECONDS)
@@ -500,33 +572,17 @@ class Extraction:
         progress.eta_seconds = round((progress.tokens - progress.tokens_written) / rate, 1) if rate else None
 
 
-class Budget:
-    """Tokens and requests that may be under way at once; a sample larger than the budget goes alone."""
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = max(tokens, 1)
-        self.taken = self.requests = 0
-        self.freed = asyncio.Event()
-
-    async def take(self, tokens: int, give_up: Callable[[], bool]) -> None:
-        """Wait until `tokens` fit, or until `give_up`."""
-        while self.requests and (self.taken + tokens > self.tokens or self.requests >= MOST_IN_FLIGHT):
-            if give_up():
-                return
-            self.freed.clear()
-            await self.freed.wait()
-        self.taken += tokens
-        self.requests += 1
-
-    def give_back(self, tokens: int) -> None:
-        """A sample has ended."""
-        self.taken -= tokens
-        self.requests -= 1
-        self.freed.set()
-
-    def wake(self) -> None:
-        """Have who waits look whether to give up."""
-        self.freed.set()
+def require_alike(servers: list[Server], taps: list[dump.TapState]) -> None:
+    """Raise NotSafe where servers would not draw the same states of the same prompt."""
+    for server, tap in zip(servers[1:], taps[1:], strict=True):
+        for name in ("model", "sglang", "layers", "hidden", "dtype"):
+            first, other = getattr(taps[0], name), getattr(tap, name)
+            if first != other:
+                shown = (first.words(), other.words()) if name == "layers" else (first, other)
+                raise NotSafe(
+                    f"the servers draw other states: {name} is {shown[0]} of {servers[0].run}, {shown[1]} of "
+                    f"{server.run}; launch both alike"
+                )
 
 
 def cannot_write(output: Path, error: BaseException) -> Stop:

@@ -8,7 +8,8 @@ gate          id, fatal, what, remedy            prepared    resumed, samples, w
 alarm         id, count, text: odd rows
 probed        passed, earlier, lengths, ranks: what the probe came to, now or when it was asked before
 retry         sample, reason                     failed      sample, file, line, reason
-server_lost   reason                             error       reason: why a job came to no result
+server_lost   reason; and where others go on server, samples, left
+error         reason: why a job came to no result
 relaunch      server, attempt, most, cause: its server died of it, and is launched again
 relaunched    server, instead_of, seconds        relaunch_failed  attempt, most, reason
 trouble       id, severity, cause, evidence, remedy: an alarm that the watch of the run raised

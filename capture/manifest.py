@@ -49,6 +49,15 @@ class Finished(msgspec.Struct, frozen=True):
     files: list[WrittenFile]
 
 
+class Beside(msgspec.Struct):
+    """A further server that samples were drawn from, as the manifest describes the first."""
+
+    run: str
+    profile: str
+    server: dict[str, Any]
+    probe: dict[str, Any] | None = None
+
+
 class Manifest(msgspec.Struct, kw_only=True):
     """manifest.json. Hashes are sha256 in hex. `norms` says for each state whether the final norm was applied.
 
@@ -66,6 +75,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     layertap: str
     profile: str
     server: dict[str, Any]
+    beside: list[Beside] = []
     probe: dict[str, Any] | None = None
     gpus: list[str] = []
     counts: dict[str, int] = {}

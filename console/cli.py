@@ -467,7 +467,7 @@ def extract(
     *,
     output: Path,
     format: str | None = None,
-    port: int | None = None,
+    port: list[int] | None = None,
     watch: bool = False,
     detach: bool = False,
     allow_volatile: bool = False,
@@ -481,7 +481,7 @@ def extract(
         rows: JSONL, JSON or Parquet file, folder of such files, or folder of a saved Hugging Face dataset.
         output: folder of the dataset.
         format: formats, e.g. native,specforge.
-        port: port of the server, where several run.
+        port: port of the server, where several run; given several times, all of them draw.
         watch: with --json, a line of progress twice a second.
         detach: return at once.
         allow_volatile: let the dataset lie in memory (tmpfs).
@@ -504,8 +504,9 @@ def extract(
                 _row_options(options, session),
                 allow_volatile=allow_volatile,
                 restart_server=restart_server,
+                beside_ports=port[1:] if port else None,
             )
-            run = session.start("extract", asked, port)
+            run = session.start("extract", asked, port[0] if port else None)
             headless.say(f"started {run['id']}")
         if detach:
             headless.out(run, common.json, lambda run: [run["id"]])

@@ -19,11 +19,12 @@ def job(
     *,
     allow_volatile: bool = False,
     restart_server: int = 0,
+    beside_ports: list[int] | None = None,
 ) -> dict[str, Any]:
     """What `Session.start("extract", ...)` takes; paths are the host's, `options` those of `RowOptions`.
 
-    A server that dies is launched again up to `restart_server` times. Raises UsageError for options that do not go
-    together.
+    A server that dies is launched again up to `restart_server` times; the servers on `beside_ports` draw beside the
+    first. Raises UsageError for options that do not go together.
     """
     if restart_server < 0:
         raise UsageError("--restart-server takes how often a dead server is launched again, 0 or more")
@@ -39,6 +40,7 @@ def job(
         "layertap": VERSION,
         "allow_volatile": allow_volatile,
         "restart_server": restart_server,
+        "beside_ports": beside_ports or [],
     }
 
 
@@ -57,6 +59,7 @@ def again(run: dict[str, Any]) -> dict[str, Any]:
         details.get("options", {}),
         allow_volatile=details.get("allow_volatile", False),
         restart_server=details.get("restart_server", 0),
+        beside_ports=details.get("beside_ports"),
     )
 
 

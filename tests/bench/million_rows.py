@@ -2,8 +2,9 @@
 
 usage: PYTHONPATH=. python tests/bench/million_rows.py FILE [ROWS]      in SGLang's environment; no server is started
 
-Each step is a process of its own, with the code that the jobs run. FILE gets, for each, its seconds and the peak of
-the memory that it and its workers took: `pss_mb` counts what they share once, `rss_mb` once for each of them.
+Each step is a process of its own, with the code that the jobs run. FILE gets, for each, its seconds, those of all cores
+together, and the peak of the memory that it and its workers took: `pss_mb` counts what they share once, `rss_mb` once
+for each of them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import multiprocessing
 import os
 import platform
 import random
+import resource
 import shutil
 import sys
 import tempfile
@@ -30,20 +32,21 @@ from capture.ledger import Change, Ledger, WrittenFile
 from capture.rows import RowOptions
 from capture.server import Process, Server
 
-SAMPLE_SECONDS = 0.1
+SAMPLE_SECONDS = 0.5
 FORMATS = ["native", "specforge"]
 BATCH = 1000  # samples that are settled at once
 WORDS = [f"{a}{b}" for a in ("ba", "de", "fi", "go", "lu", "mer", "tion") for b in ("la", "n", "rest", "s", "ck", "y")]
 
 
 def make_rows(path: Path, count: int) -> None:
-    """Chats of a system's, a user's and an assistant's message, 20 to 200 words long; one in a hundred is repeated."""
+    """Chats of a system's, a user's and an assistant's message, 10 to 60 words long; one in a hundred is repeated."""
     chance = random.Random(0)
+    texts = [" ".join(chance.choices(WORDS, k=chance.randint(5, 30))) for _ in range(1000)]
     with path.open("w") as file:
         line = ""
         for number in range(count):
             if number % 100 or not line:
-                question, answer = (" ".join(chance.choices(WORDS, k=chance.randint(10, 100))) for _ in "qa")
+                question, answer = chance.choices(texts, k=2)
                 chat = [
                     {"role": "system", "content": "You are a helpful assistant."},
                     {"role": "user", "content": f"{number} {question}?"},
@@ -105,7 +108,7 @@ def _prepare(path: Path, model: str, output: Path, known: str) -> dict[str, Any]
     tokenizer = rows.load_tokenizer(model)
     loaded = time.monotonic()
     begun.ledger = ledger.Ledger(output)
-    begun._tokenise(tokenizer, {})
+    begun._tokenise(tokenizer, None)
     begun.ledger.longest()
     begun.ledger.reopen()
     begun._count()
@@ -137,7 +140,7 @@ def measure(step: Callable[[Path, str, Path], dict[str, Any]], *given: Any) -> d
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_run, args=(step, there, *given))
-    begun = time.monotonic()
+    begun, used = time.monotonic(), _children_cpu()
     process.start()
     there.close()
     peak_rss = peak_pss = 0
@@ -149,9 +152,21 @@ def measure(step: Callable[[Path, str, Path], dict[str, Any]], *given: Any) -> d
     if process.exitcode:
         raise SystemExit(f"{step.__name__} ended with {process.exitcode}")
     seconds = round(time.monotonic() - begun, 1)
-    found = {"seconds": seconds, "pss_mb": round(peak_pss / 1e6), "rss_mb": round(peak_rss / 1e6), **here.recv()}
+    cpu = round(_children_cpu() - used, 1)
+    found = {
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "pss_mb": round(peak_pss / 1e6),
+        "rss_mb": round(peak_rss / 1e6),
+        **here.recv(),
+    }
     sys.stderr.write(f"{step.__name__}: {found}\n")
     return found
+
+
+def _children_cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _run(step: Callable[..., dict[str, Any]], pipe: Any, *given: Any) -> None:

@@ -12,49 +12,55 @@ import pytest
 from capture import driver, dump
 from capture.draw import DrawError
 from capture.driver import Extraction
+from capture.server import ServerGone
 
 
-class Drawer:
+class Lane:
     """Answers as told, one word a call; a busy one has no slot free until it was looked at twice."""
 
     def __init__(self, folder: Path, *words: str) -> None:
-        self.dump_dir, self.words, self.asked = folder, list(words), 0
+        self.drawer = SimpleNamespace(dump_dir=folder)
+        self.words, self.asked, self.gone = list(words), 0, None
 
     async def draw(self, _number: int, _attempt: int, _ids: list[int]) -> tuple[str, Path]:
         self.asked += 1
         word = self.words.pop(0)
         if word != "done":
             raise DrawError(word, busy=word == "busy")
-        return "rid", self.dump_dir / "req_0"
+        return "rid", self.drawer.dump_dir / "req_0"
 
 
-def drawing(drawer: Drawer, monkeypatch: pytest.MonkeyPatch, free: list[int]) -> Any:
+def drawing(monkeypatch: pytest.MonkeyPatch, free: list[int]) -> Any:
     monkeypatch.setattr(driver, "BUSY_PAUSE", 0.0)
     monkeypatch.setattr(dump, "read_tap", lambda _folder: SimpleNamespace(slots_free=free.pop(0)))
     extraction: Any = object.__new__(Extraction)
-    extraction.drawer, extraction.stopping = drawer, None
+    extraction.stopping, extraction.said = None, []
+    extraction.say = extraction.said.append
     return extraction
 
 
 def test_a_busy_tap_is_asked_again_once_it_has_a_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawer, free = Drawer(tmp_path, "busy", "busy", "done"), [0, 0, 1, 2]
-    found = asyncio.run(drawing(drawer, monkeypatch, free)._draw(0, 1, [1]))
-    assert found == ("rid", tmp_path / "req_0")
-    assert (drawer.asked, free) == (3, [])
+    lane, free = Lane(tmp_path, "busy", "busy", "done"), [0, 0, 1, 2]
+    extraction = drawing(monkeypatch, free)
+    assert asyncio.run(extraction._draw(lane, 7, 1, [1])) == ("rid", tmp_path / "req_0")
+    assert (lane.asked, free) == (3, [])
+    assert extraction.said == ["sample 7 waits for a slot and is asked for again: busy"] * 2
 
 
 def test_other_failures_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawer = Drawer(tmp_path, "its states are not finite")
+    lane = Lane(tmp_path, "its states are not finite")
     with pytest.raises(DrawError, match="not finite"):
-        asyncio.run(drawing(drawer, monkeypatch, [])._draw(0, 1, [1]))
+        asyncio.run(drawing(monkeypatch, [])._draw(lane, 0, 1, [1]))
 
 
-@pytest.mark.parametrize("why", ["patience", "stop"])
+@pytest.mark.parametrize("why", ["patience", "stop", "gone"])
 def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    extraction = drawing(Drawer(tmp_path, "busy"), monkeypatch, [0])
-    if why == "stop":
+    lane, extraction = Lane(tmp_path, "busy"), drawing(monkeypatch, [0])
+    if why == "gone":
+        lane.gone = ServerGone("it is dead")
+    elif why == "stop":
         extraction.stopping = RuntimeError("asked to stop")
     else:
         monkeypatch.setattr(driver, "BUSY_SECONDS", -1.0)
     with pytest.raises(DrawError, match="busy"):
-        asyncio.run(extraction._draw(0, 1, [1]))
+        asyncio.run(extraction._draw(lane, 0, 1, [1]))

@@ -23,6 +23,7 @@ AGAIN = {
     "layertap": "0.1.0",
     "allow_volatile": False,
     "restart_server": 0,
+    "beside_ports": [],
 }
 
 PLAN: dict[str, Any] = {

@@ -245,7 +245,11 @@ async def test_a_plan_shows_mask_sizes_and_bad_rows_and_then_it_starts(monkeypat
         await pilot.press("enter")
         await until_shown(pilot, "started extract-1")
         assert jobs.started[1:] == [
-            ("extract", asked | {"layertap": "0.1.0", "allow_volatile": False, "restart_server": 0}, 30000)
+            (
+                "extract",
+                asked | {"layertap": "0.1.0", "allow_volatile": False, "restart_server": 0, "beside_ports": []},
+                30000,
+            )
         ]
 
 

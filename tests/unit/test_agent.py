@@ -231,7 +231,10 @@ def test_what_the_supervisor_of_an_extraction_sees_counts(
 def test_a_job_of_an_unknown_kind(agent: Agent) -> None:
     with pytest.raises(UsageError) as failed:
         agent.start("dance", {})
-    assert str(failed.value) == "no job is called 'dance'; there are try, probe, plan, extract, verify, export, sample, doctor"
+    assert (
+        str(failed.value)
+        == "no job is called 'dance'; there are try, probe, plan, extract, verify, export, sample, doctor"
+    )
 
 
 @pytest.mark.parametrize("kind", ["try", "extract"])

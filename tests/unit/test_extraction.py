@@ -35,6 +35,7 @@ def test_the_same_job_again() -> None:
         "layertap": VERSION,
         "allow_volatile": True,
         "restart_server": 2,
+        "beside_ports": [],
     }
     details = {key: value for key, value in asked.items() if key != "layertap"} | {"server": "server-1"}
     assert again({"id": "extract-1", "details": details}) == asked

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers import FAKE_SGLANG, until
+from helpers import FAKE_SGLANG, free_port, until
 
 from backends import runs
 from backends.errors import Interrupted, Locked, NotVerified, OurBug, RunDied, UsageError
 from backends.host import LocalHost
-from backends.jobs import describe, draw_lock, start_job
+from backends.jobs import describe, draw_lock, draws_from, start_job
 from backends.runs import Run, Runs, machine_id
 from console import headless
 from console.session import Session
@@ -112,6 +112,29 @@ def test_an_extraction_keeps_what_it_takes_to_ask_for_it_again(
     again = {"formats": ["native"], "options": {"max_length": 100}, "allow_volatile": True, "restart_server": 1}
     asked = job("extract", rows="rows.jsonl", output="data", layertap="0.1.0", **again)
     assert asked.spec.details == {"rows": f"{home}/rows.jsonl", "output": f"{home}/data", "server": run.id, **again}
+
+
+def test_several_servers_are_told_each_with_its_lock(
+    job: Callable[..., Run], server: Server, all_runs: Runs, payload_folder: Path
+) -> None:
+    first, second, third = (server("silent", port=free_port()) for _ in range(3))
+    ports = [one.spec.port for one in (first, second, third)]
+    asked = {"rows": "rows.jsonl", "output": "data"}
+    run = start_job(all_runs, payload_folder, "extract", asked | {"beside_ports": ports[1:]}, ports[0])
+    told = json.loads((run.folder / "job.json").read_text())
+    sources = [told, *told["beside"]]
+    assert [source["server"]["run"] for source in sources] == [first.id, second.id, third.id]
+    assert [source["lock"] for source in sources] == [str(draw_lock(all_runs, one)) for one in (first, second, third)]
+    assert (run.spec.details["server"], run.spec.details["beside"]) == (first.id, [second.id, third.id])
+    assert [draws_from(run, one) for one in (first, second, third)] == [True, True, True]
+
+    for more, failed, message in (
+        ({"beside_ports": ports[:1]}, UsageError, "--port names the same server twice"),
+        ({"beside_ports": ports[1:], "restart_server": 1}, UsageError, "--restart-server goes with one server"),
+        ({"beside_ports": [free_port()]}, RunDied, "no server of ours runs here on port"),
+    ):
+        with pytest.raises(failed, match=message):
+            start_job(all_runs, payload_folder, "extract", {"rows": "r", "output": "other"} | more, ports[0])
 
 
 def test_the_lock_for_drawing_is_the_servers(all_runs: Runs, server: Server) -> None:

@@ -1,0 +1,76 @@
+"""One extraction from two servers of this host, of which one is killed on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Layertap, free_port, until, write_rows
+from test_extract import check, history
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+ROWS = 400
+
+
+@pytest.fixture(scope="module")
+def second(layertap: Layertap) -> Iterator[dict[str, Any]]:
+    """Another server like the first, which a test may kill."""
+    made = layertap.json("launch", "embedded-llama", "--port", free_port())
+    assert made["verdict"]["verdict"] == "healthy", made
+    yield made
+    layertap("stop", made["id"], code=None)
+
+
+def test_two_servers_draw_one_dataset_and_one_of_them_is_killed(
+    layertap: Layertap, server: dict[str, Any], second: dict[str, Any], work: Path
+) -> None:
+    rows, output = write_rows(work / "rows.jsonl", ROWS), work / "out"
+    ports = ("--port", server["port"], "--port", second["port"])
+    console = layertap.start("extract", rows, "--output", output, *ports)
+
+    def both_have_drawn() -> bool:
+        now = layertap.progress(output)
+        return bool(now) and len(now["written_by"]) == 2 and now["written"] < ROWS - 100
+
+    until(both_have_drawn, 400)
+    busy = json.loads(layertap("try", "hello", "--port", second["port"], "--json", code=7) or "{}")
+    assert busy == {}, "each of them is locked"
+    victim = json.loads((Path(second["folder"]) / "run.json").read_text())["child"]["pid"]
+    for pid in (victim, json.loads((Path(second["dump_dir"]) / "tap.json").read_text())["pid"]):
+        os.kill(pid, signal.SIGKILL)
+    _, narration = console.communicate(timeout=500)
+    assert console.returncode == 0, narration
+    check(layertap, output, ROWS)
+    events = history(layertap)
+    (lost,) = [event for event in events if event["event"] == "server_lost"]
+    assert (lost["server"], lost["left"]) == (second["id"], 1)
+    retries = [event for event in events if event["event"] == "retry"]
+    assert 0 < len(retries) <= lost["samples"]
+    assert all(f"the server {second['id']} is dead" in event["reason"] for event in retries)
+    done = layertap.progress(output)
+    assert done is not None
+    assert sum(done["written_by"].values()) == ROWS
+    assert done["written_by"][server["id"]] > done["written_by"][second["id"]] > 0
+    manifest = json.loads((output / "manifest.json").read_text())
+    assert [(one["run"], one["probe"]["run"]) for one in manifest["beside"]] == [(second["id"], second["id"])]
+    assert list(Path(server["dump_dir"]).glob("req_*")) == []
+
+    grown = write_rows(rows, ROWS + 20)
+    layertap("extract", grown, "--output", output, "--port", server["port"])
+    check(layertap, output, ROWS + 20)
+
+
+def test_servers_that_draw_other_states_are_refused(layertap: Layertap, server: dict[str, Any], work: Path) -> None:
+    rows, output = write_rows(work / "rows.jsonl", 2), work / "out"
+    other = layertap.json("launch", "embedded-llama", "--port", free_port(), "--outputs", "0", "3", "4")
+    try:
+        ports = ("--port", server["port"], "--port", other["port"])
+        layertap("extract", rows, "--output", output, *ports, code=6)
+        assert "the servers draw other states: layers is " in layertap.narration
+    finally:
+        layertap("stop", other["id"])
