@@ -24,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,11 @@ from stress import (
 
 ROUNDS = 3
 ROWS = 384
-SLOW_ROWS = 48  # for ways that take a hundredth of the pace
+SLOW_ROWS = 48  # for a way of a twentieth of the pace
 JSON_ROWS = 2  # each answer has 160 MB
 DISK_ROWS = 64
 SERVERS: dict[str, dict[str, Any]] = {  # what is different from the base profile
-    "as launched": {"enable_return_hidden_states": True},
+    "as launched": {"enable_return_hidden_states": True},  # for the way by JSON
     "overlap schedule": {"disable_overlap_schedule": None},
     "overlap schedule, 12 writers": {"disable_overlap_schedule": None, "writers": 12},
 }
@@ -125,13 +126,14 @@ def with_transformers(model: Path, asked: list[list[int]]) -> dict[str, float]:
     return found
 
 
-def measure(folder: Path, ranks: int) -> dict[str, Any]:
-    model, asked, found = build(folder / "model", 8), prompts(ROWS), {}
+def measure(folder: Path, ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each server and its figures, as they are known."""
+    model, asked = build(folder / "model", 8), prompts(ROWS)
     plugin = folder / "plugin"
     plugin.mkdir()
     environment = {f"ENV_{name}": value for name, value in ways.environment(plugin).items()}
     with running() as engines:
-        for server, other in list(SERVERS.items())[: 1 if ranks > 1 else None]:
+        for server, other in SERVERS.items() if ranks == 1 else [("as launched", {})]:
             args = LIMITS | environment | {"mem_fraction_static": 0.6, "tp_size": ranks} | other
             with served(engines, model, memory=MEMORY, **args) as engine:
                 compared = Compared(engine, plugin / "way")
@@ -145,12 +147,12 @@ def measure(folder: Path, ranks: int) -> dict[str, Any]:
                         compared.go(name, asked)
                     time.sleep(0.5)  # tap.json is renewed a few times a second
                     print(f"waited for slots: {engine.tap.slot_wait_seconds - waited:.2f} s", flush=True)
-                if not found and ranks == 1:
+                if args.get("enable_return_hidden_states"):
                     compared.go("in the forward", asked[:SLOW_ROWS])
                     compared.rounds["JSON"] = [round(in_json(engine, asked[:JSON_ROWS]))]
+                    print(f"JSON: {compared.rounds['JSON'][0]:,} tokens/s", flush=True)
                 figures = compared.figures() | {"writers": len(engine.tap.writer_pids), "slots": engine.tap.slots}
-                found[server] = figures | {"extract": extracted(engines, engine, folder, asked, figures)}
-    return found
+                yield server, figures | {"extract": extracted(engines, engine, folder, asked, figures)}
 
 
 def extracted(engines: Any, engine: Engine, folder: Path, asked: list[list[int]], figures: Any) -> dict[str, Any]:
@@ -178,20 +180,28 @@ def table(found: dict[str, Any]) -> str:
 
 def main(path: Path, ranks: int = 1) -> None:
     folder = Path(tempfile.mkdtemp(prefix="layertap-bench-"))
+    servers: dict[str, Any] = {}
+    result = {"schema": 1, "what": "tests/bench/tap.py", "ranks": ranks, "widths": WIDTHS} | machine()
     try:
-        found = measure(folder, ranks)
-        first = found["as launched"]
+        for name, figures in measure(folder, ranks):
+            servers[name] = figures
+            keep(path, result, servers)
         if ranks == 1:
+            first = servers["as launched"]
             for name, rate in with_transformers(folder / "model", prompts(16)).items():
                 first["tokens_per_second"][name] = round(rate)
                 first["gb_per_second"][name] = gigabytes_per_second(rate * TOKEN_BYTES, 1)
                 first["ratios"][name] = round(rate / first["tokens_per_second"]["no tap"], 4)
+            keep(path, result, servers)
     finally:
         shutil.rmtree(folder)
-    result = {"schema": 1, "what": "tests/bench/tap.py", "ranks": ranks, "widths": WIDTHS} | machine()
-    result |= {"ratios": first["ratios"], "servers": found}
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(table(found), flush=True)
+
+
+def keep(path: Path, result: dict[str, Any], servers: dict[str, Any]) -> None:
+    """Write what is known by now, and show it."""
+    whole = result | {"ratios": servers["as launched"]["ratios"], "servers": servers}
+    path.write_text(json.dumps(whole, indent=1) + "\n")
+    print(table(servers), flush=True)
 
 
 if __name__ == "__main__":
