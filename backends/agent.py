@@ -40,7 +40,9 @@ from backends.outbox import Outbox
 from backends.sample import Sampler
 from backends.sglang import masked
 from backends.sights import read_alarms, sight
+from backends.situation import Situation, read_situation
 from backends.survival import danger
+from backends.tune.servers import stop_tuning
 from backends.watch import ServerWatch, earlier_start
 from capture import code_hash, events, gate, probe
 from capture.dump import DumpError, read_tap
@@ -108,6 +110,10 @@ class Agent:
             probe.bind(("127.0.0.1", 0))
             return int(probe.getsockname()[1])
 
+    def situation(self, model: str | None = None) -> Situation:
+        """This host's GPUs, and what the config of the model in that folder says; see `backends.situation`."""
+        return read_situation(Path(model).expanduser() if model else None)
+
     def launch(self, launching: dict[str, Any]) -> dict[str, Any]:
         """Launch a server; answers once its process runs, not when it is ready."""
         run = launch(self.runs, self.payload, msgspec.convert(launching, Launching), sglang_version())
@@ -165,6 +171,8 @@ class Agent:
     def stop(self, run_id: str, why: str = "asked for") -> runs.Stopped:
         """Stop a run, and what draws from it; answers what is left of either."""
         run = self.runs.get(run_id)
+        if run.spec.kind == "tune":
+            return stop_tuning(self.runs, run, why)
         if run.spec.kind != "server":
             return runs.stop(run, why, signal.SIGINT)
         left = [

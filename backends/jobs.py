@@ -11,7 +11,7 @@ import msgspec
 
 from backends.errors import Locked, RunDied, UsageError
 from backends.launch import model_folder
-from backends.runs import Run, Runs, python_path, write_json
+from backends.runs import CODE, Run, Runs, python_path, write_json
 from capture.server import Server
 from capture.settings import SETTINGS_VARIABLE, TapSettings
 
@@ -26,7 +26,9 @@ JOBS = {
     "diff": False,
     "sample": False,
     "doctor": False,
+    "tune": False,
 }
+MODULES = {"tune": "backends.tune.job"}  # of those that run servers themselves
 PATHS = ("rows", "output", "dataset", "other")
 # What else it takes to ask for the same extraction again.
 ASKED = ("formats", "options", "allow_volatile", "restart_server", "beside_ports")
@@ -53,6 +55,11 @@ def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: i
     elif kind == "doctor":
         refuse_beside(runs)
         job["state"] = str(runs.state)
+    elif kind == "tune":
+        if not job["launch"]["embedded"]:
+            refuse_beside(runs)
+        job["payload"] = str(payload)
+        details = {"profile": job["launch"]["profile"], "model": job["launch"]["model"]}
 
     def prepare(run: Run) -> dict[str, str]:
         write_json(run.folder / "job.json", job)
@@ -60,16 +67,8 @@ def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: i
 
     return runs.start(
         kind,
-        [sys.executable, "-P", "-m", "capture.job", kind],
-        {
-            **os.environ,
-            "PYTHONPATH": python_path([payload / "engine"], os.environ),
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-            # Jobs work on what the server left in memory, never on its GPUs; only the doctor's measures these.
-            **({} if kind == "doctor" else {"CUDA_VISIBLE_DEVICES": ""}),
-        },
+        [sys.executable, "-P", "-m", MODULES.get(kind, "capture.job"), kind],
+        environment(payload, kind),
         code=payload.name,
         prepare=prepare,
         details=details,
@@ -93,6 +92,21 @@ def _beside(runs: Runs, first: Run, ports: list[int], restarts: int) -> list[Run
     if len({*ids}) < len(ids):
         raise UsageError("--port names the same server twice")
     return found
+
+
+def environment(payload: Path, kind: str) -> dict[str, str]:
+    """The environment of a job."""
+    if kind in MODULES:  # its servers inherit it: as a launch would give it to them
+        return {**os.environ, "PYTHONPATH": python_path(CODE, os.environ)}
+    return {
+        **os.environ,
+        "PYTHONPATH": python_path([payload / "engine"], os.environ),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        # Jobs work on what the server left in memory, never on its GPUs; only the doctor's measures these.
+        **({} if kind == "doctor" else {"CUDA_VISIBLE_DEVICES": ""}),
+    }
 
 
 def read_job(run: Run) -> dict[str, Any]:
@@ -126,7 +140,7 @@ def refuse_beside(runs: Runs) -> None:
     """Raise Locked where a server of ours holds the GPUs that are to be measured, or where they are being measured."""
     for run in runs.all():
         on_gpus = run.spec.kind == "server" and not str(run.spec.details.get("profile")).startswith("embedded-")
-        if (on_gpus or run.spec.kind == "doctor") and run.alive():
+        if (on_gpus or run.spec.kind in ("doctor", "tune")) and run.alive():
             raise Locked(f"{run.id} uses the GPUs; `layertap stop {run.id}`, and measure then")
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from backends.errors import Locked, NotReady, UsageError
 from backends.runs import CODE, Run, Runs, port_free, python_path
-from backends.sglang import masked
+from backends.sglang import Launch, mask_argv, masked
 from capture.dump import DumpError, make_private
 from capture.layers import LayerChoice
 from capture.settings import SETTINGS_VARIABLE, TapSettings
@@ -48,6 +48,24 @@ class Launching(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     memory: int | None = None
     writers: int | None = None
     details: dict[str, Any] = {}
+
+
+def as_launching(merged: Launch, layers: LayerChoice, dump_root: str | None) -> Launching:
+    """A merged launch as `launch` takes it."""
+    argv, tap = merged.argv("python")[1:], merged.tap_settings()
+    return Launching(
+        profile=merged.profile,
+        model=merged.model,
+        argv=argv,
+        shown_argv=mask_argv(argv),
+        env=merged.environ(),
+        port=merged.port,
+        layers=layers,
+        embedded=merged.embedded,
+        dump_root=dump_root,
+        memory=tap.get("memory"),
+        writers=tap.get("writers"),
+    )
 
 
 def launch(all_runs: Runs, payload: Path, asked: Launching, version: str | None) -> Run:

@@ -393,10 +393,17 @@ def start_child(run: Run, handles: Iterable[int] = ()) -> subprocess.Popen[bytes
     return child
 
 
-def stop(run: Run, why: str, first: signal.Signals = signal.SIGTERM, *, dead: bool = False) -> Stopped:
+def stop(
+    run: Run,
+    why: str,
+    first: signal.Signals = signal.SIGTERM,
+    *,
+    dead: bool = False,
+    patience: float = ASK_SECONDS,
+) -> Stopped:
     """Ask the run to end, then end it, then look whether anything is left; its dump folder is removed.
 
-    Asks the main process with `first`, and ends every process that is left after `ASK_SECONDS`. Of a run that is
+    Asks the main process with `first`, and ends every process that is left after `patience` seconds. Of a run that is
     `dead`, as a server without its scheduler, only the remains are ended: it died, and nobody stopped it. Raises
     UsageError for a run of another machine.
     """
@@ -415,7 +422,7 @@ def stop(run: Run, why: str, first: signal.Signals = signal.SIGTERM, *, dead: bo
         how = "asked"
         if running.child.alive():  # else its supervisor heeds stop.json, and ends
             _signal([running.child.pid], first)
-        _until(lambda: not run.processes(), ASK_SECONDS)
+        _until(lambda: not run.processes(), patience)
     for number, seconds in ((signal.SIGTERM, TERM_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
         remaining = run.processes()
         if not remaining:

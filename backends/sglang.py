@@ -12,13 +12,15 @@ import json
 import operator
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
 import msgspec
 
 from backends.errors import UsageError
+from backends.situation import Match, Situation
+from capture.memory import parse_bytes
 
 Value = str | int | float | bool | list[Any] | dict[str, Any] | None
 """A setting's value. None, or "unset" in TOML, takes the setting away."""
@@ -58,6 +60,9 @@ REMOVED_IN_0_5_20 = frozenset(
 
 LAYER_KEYS = ("boundaries", "outputs", "eagle_ids", "draft")
 
+# The tap's own settings: each with how it is read.
+TAP_KEYS: dict[str, Callable[[Any], int]] = {"memory": parse_bytes, "writers": int}
+
 
 class ProfileError(UsageError):
     """A profile that cannot be read, or not used as asked; the sentence says which, why and what to do."""
@@ -74,7 +79,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Settings for one kind of model and machine, as written: what it extends is not merged in yet.
 
     `args_if` maps a version specification such as "<0.5.14" to arguments for those versions. `layers` has exactly one
-    of boundaries, outputs, eagle_ids and draft. An `embedded` profile runs on the CPU engine that comes with Layertap.
+    of boundaries, outputs, eagle_ids and draft. `tap` has the tap's own settings: memory ("48 GiB", or bytes) and
+    writers. `match` says what it is made for. An `embedded` profile runs on the CPU engine that comes with Layertap.
     """
 
     name: str
@@ -83,7 +89,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     requires_sglang: str | None = None
     model: str | None = None
     layers: dict[str, list[int] | str] | None = None
+    match: Match | None = None
     embedded: bool = False
+    tap: dict[str, Setting] = {}
     env: dict[str, Setting] = {}
     args: dict[str, Setting] = {}
     args_if: dict[str, dict[str, Setting]] = {}
@@ -92,6 +100,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         if self.layers is not None and (len(self.layers) != 1 or not self.layers.keys() <= set(LAYER_KEYS)):
             raise ValueError(f"layers takes exactly one of {', '.join(LAYER_KEYS)}")
+        for key in self.tap:
+            if key not in TAP_KEYS:
+                raise ValueError(f"tap takes {' and '.join(TAP_KEYS)}, not {key}")
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -104,10 +115,11 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Overrides(msgspec.Struct, frozen=True):
-    """Arguments and variables from the command line; they win over every profile."""
+    """Arguments, variables and settings of the tap from the command line; they win over every profile."""
 
     args: dict[str, Value] = {}
     env: dict[str, Value] = {}
+    tap: dict[str, Value] = {}
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -119,7 +131,9 @@ class Launch(msgspec.Struct, frozen=True):
     port: int
     args: list[Line]
     env: list[Line]
+    tap: list[Line] = []
     layers: dict[str, list[int] | str] | None = None
+    match: Match | None = None
     embedded: bool = False
 
     def argv(self, python: str) -> list[str]:
@@ -129,6 +143,33 @@ class Launch(msgspec.Struct, frozen=True):
     def environ(self) -> dict[str, str]:
         """The variables to add to the server's environment."""
         return {line.name: _text(line.value) for line in self.env}
+
+    def tap_settings(self) -> dict[str, int]:
+        """What is said of the tap: memory (bytes) and writers, or neither."""
+        return {line.name: tap_setting(line) for line in self.tap}
+
+    def on_port(self, port: int) -> Launch:
+        """This launch on another port."""
+        args = [msgspec.structs.replace(line, value=port) if line.name == "port" else line for line in self.args]
+        return msgspec.structs.replace(self, args=args, port=port)
+
+    def changed(self, args: Mapping[str, Setting], env: Mapping[str, Setting], source: str) -> Launch:
+        """This launch with other arguments and variables, as those of a further profile called `source`."""
+        lines = {line.name: line for line in self.args}, {line.name: line for line in self.env}
+        for known, settings in zip(lines, (args, env), strict=True):
+            _apply(known, settings, source)
+        return msgspec.structs.replace(self, args=list(lines[0].values()), env=list(lines[1].values()))
+
+
+def tap_setting(line: Line) -> int:
+    """A setting of the tap as a number. Raises ProfileError."""
+    try:
+        number = TAP_KEYS[line.name](line.value)
+    except (TypeError, ValueError) as error:
+        raise ProfileError(f"{line.source}: {line.name} {line.value!r}: {error}") from error
+    if number < 1:
+        raise ProfileError(f"{line.source}: {line.name} {line.value!r}: expected at least 1")
+    return number
 
 
 def load_profiles(extra: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Profile]:
@@ -167,9 +208,12 @@ def resolve(
     overrides = overrides or Overrides()
     lineage = _lineage(profile_name, profiles)
     _check_version(lineage, version)
-    args, env = _merged(lineage, version)
+    args, env, tap = _merged(lineage, version)
     _apply(args, _settings("args", overrides.args, why="", as_flags=True), COMMAND_LINE)
     _apply(env, _settings("env", overrides.env, why=""), COMMAND_LINE)
+    _apply(tap, _settings("tap", overrides.tap, why=""), COMMAND_LINE)
+    for line in tap.values():
+        tap_setting(line)
     _check_args(args, version)
     if "host" in args:
         host = str(args.pop("host").value)
@@ -187,9 +231,40 @@ def resolve(
         port=port,
         args=fixed + list(args.values()),
         env=list(env.values()),
+        tap=list(tap.values()),
         layers=next((profile.layers for profile in reversed(lineage) if profile.layers), None),
+        match=next((profile.match for profile in reversed(lineage) if profile.match), None),
         embedded=any(profile.embedded for profile in lineage),
     )
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A profile that could be launched, and in what the host and the model differ from what it is for."""
+
+    name: str
+    summary: str
+    embedded: bool
+    differs: list[str]
+
+
+def candidates(profiles: Mapping[str, Profile], version: str | None, found: Situation) -> list[Candidate]:
+    """Every profile but base, those that suit a host and a model first; `version` is the host's SGLang."""
+    made = []
+    for name in profiles:
+        if name == "base":
+            continue
+        lineage = _lineage(name, profiles)
+        match = next((profile.match for profile in reversed(lineage) if profile.match), Match())
+        differs = match.differs(found)
+        for profile in lineage:
+            wanted = profile.requires_sglang
+            if version is not None and wanted is not None and not matches(version, wanted):
+                differs.append(f"it is for SGLang {wanted}, and here is {version}")
+        embedded = any(profile.embedded for profile in lineage)
+        if embedded and found.gpus:
+            differs.append("it runs on the CPU")
+        made.append(Candidate(name, profiles[name].summary, embedded, differs))
+    return sorted(made, key=lambda one: len(one.differs))
 
 
 # --- Versions ---
@@ -252,6 +327,7 @@ def _profile(name: str, table: Mapping[str, Any], *, why: str) -> Profile:
             raise ProfileError(f"profile {name}: unknown key {key}{_suggestion(key, known)}")
     filled: dict[str, Any] = {**table, "name": name}
     filled["env"] = _settings(f"profile {name}: env", table.get("env", {}), why)
+    filled["tap"] = _settings(f"profile {name}: tap", table.get("tap", {}), why)
     filled["args"] = _settings(f"profile {name}: args", table.get("args", {}), why, as_flags=True)
     filled["args_if"] = {
         spec: _settings(f"profile {name}: args_if.{spec}", args, why, as_flags=True)
@@ -317,19 +393,21 @@ def _parents(profile: Profile) -> list[str]:
     return profile.extends or ["base"]
 
 
-def _merged(lineage: Sequence[Profile], version: str) -> tuple[dict[str, Line], dict[str, Line]]:
+def _merged(lineage: Sequence[Profile], version: str) -> tuple[dict[str, Line], dict[str, Line], dict[str, Line]]:
     args: dict[str, Line] = {}
     env: dict[str, Line] = {}
+    tap: dict[str, Line] = {}
     for profile in lineage:
         _apply(args, profile.args, profile.name)
         for spec, more in profile.args_if.items():
             if matches(version, spec):
                 _apply(args, more, profile.name)
         _apply(env, profile.env, profile.name)
+        _apply(tap, profile.tap, profile.name)
         for name in profile.unset:
             args.pop(_flag_name(name), None)
             env.pop(name, None)
-    return args, env
+    return args, env, tap
 
 
 def _apply(lines: dict[str, Line], settings: Mapping[str, Setting], source: str) -> None:

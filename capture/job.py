@@ -313,7 +313,8 @@ def run_extract(job: driver.ExtractJob) -> tuple[int, Any]:
     return driver.extract(job, keep, say, tell), seen[0]
 
 
-JOBS: dict[str, tuple[Any, Callable[[Any], tuple[int, Any]]]] = {
+Jobs = dict[str, tuple[Any, Callable[[Any], tuple[int, Any]]]]
+JOBS: Jobs = {
     "try": (TryJob, run_try),
     "probe": (ProbeJob, run_probe),
     "plan": (PlanJob, run_plan),
@@ -327,11 +328,11 @@ JOBS: dict[str, tuple[Any, Callable[[Any], tuple[int, Any]]]] = {
 COUNTS = ("rows", "samples", "written", "verified", "failed", "bad", "bad_rows", "seconds")  # of whichever result
 
 
-def main(kind: str) -> int:
-    """Run the job of this folder."""
+def main(kind: str, jobs: Jobs = JOBS) -> int:
+    """Run the job of this folder, which is one of `jobs`."""
     os.umask(0o077)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    shape, run = JOBS[kind]
+    shape, run = jobs[kind]
     job = msgspec.json.decode(Path("job.json").read_bytes(), type=shape)
     try:
         code, result = run(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ SLOTS = 4  # forwards under way to the writers; more only lengthen the queue in 
 DUMPS_AHEAD = 2  # arenas' worth of prompts between the driver and its disk keep the server's queue full
 SHARE = 4  # a quarter of what is available, where nothing was asked for
 CGROUP = Path("/sys/fs/cgroup")
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -37,6 +39,14 @@ def divide(asked: int | None, slot_bytes: int, available: int, tmpfs_free: int) 
     arena = slots * slot_bytes
     dumps = min(DUMPS_AHEAD * arena, most - arena)
     return Room(slots, dumps, min(dumps, most - arena - dumps))
+
+
+def parse_bytes(said: int | str) -> int:
+    """Bytes, given as a number or in words such as "48 GiB". Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]*)", str(said).strip().lower())
+    if match is None or match[2] not in UNITS:
+        raise ValueError("expected bytes, or a size such as 48 GiB")
+    return int(float(match[1]) * UNITS[match[2]])
 
 
 def available() -> int:

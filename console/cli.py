@@ -17,6 +17,7 @@ from backends.errors import ExitCode, LayertapError, LeftBehind, RunDied, UsageE
 from console import DEFAULT_PORT, VERSION
 
 if TYPE_CHECKING:
+    from backends.sglang import Overrides
     from console.demo import Follow, Say
     from console.session import Session
 
@@ -29,6 +30,7 @@ app = App(
     default_parameter=Parameter(negative_bool=(), negative_iterable=()),
 )
 LAYERS = Group("Layers", help="Which layers' states; name them in one way.")
+SETTINGS = Group("Settings", help="What is changed of the profile.")
 ROWS = Group("Rows", help="How rows are read.")
 
 
@@ -68,7 +70,54 @@ class RowOptions:
     """Take a chat template that renders what the assistant says like what the user says."""
 
 
+@Parameter(name="*")
+@dataclass(frozen=True)
+class LayerOptions:
+    """Which layers."""
+
+    boundaries: Annotated[list[int] | None, Parameter(group=LAYERS, consume_multiple=True)] = None
+    """What enters these layers, e.g. 3 31 59."""
+    outputs: Annotated[list[int] | None, Parameter(group=LAYERS, consume_multiple=True)] = None
+    """What these layers put out, e.g. 2 30 58."""
+    eagle_ids: Annotated[list[int] | None, Parameter(group=LAYERS, consume_multiple=True)] = None
+    """Ids as a drafter's config holds them."""
+    draft: Annotated[str | None, Parameter(group=LAYERS)] = None
+    """A drafter's config.json on the host."""
+
+    def given(self) -> dict[str, Any]:
+        """What was said."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class SettingOptions:
+    """What is changed of a profile."""
+
+    set: Annotated[tuple[str, ...], Parameter(group=SETTINGS)] = ()
+    """A server argument, NAME=VALUE or NAME; NAME=unset removes it."""
+    env: Annotated[tuple[str, ...], Parameter(group=SETTINGS)] = ()
+    """An environment variable, NAME=VALUE."""
+    memory: Annotated[str | None, Parameter(group=SETTINGS)] = None
+    """What the tap may take for states under way, e.g. "48 GiB", or bytes."""
+    writers: Annotated[int | None, Parameter(group=SETTINGS)] = None
+    """Processes of the tap that write states."""
+
+    def overrides(self) -> Overrides:
+        """What was said."""
+        from backends.sglang import Overrides
+        from console.launching import pairs, tap_options
+
+        return Overrides(
+            args=pairs(list(self.set), "--set"),
+            env=pairs(list(self.env), "--env"),
+            tap=tap_options(self.memory, self.writers),
+        )
+
+
 COMMON = Common()
+LAYER_OPTIONS = LayerOptions()
+SETTING_OPTIONS = SettingOptions()
 ROW_OPTIONS = RowOptions()
 
 
@@ -119,52 +168,45 @@ def _same_console(read_only: bool, port: int | None, common: Common) -> list[str
 
 @app.command
 def launch(
-    profile: str,
+    profile: str | None = None,
     *,
     model: str | None = None,
     port: int = DEFAULT_PORT,
-    boundaries: Annotated[list[int] | None, Parameter(group=LAYERS, consume_multiple=True)] = None,
-    outputs: Annotated[list[int] | None, Parameter(group=LAYERS, consume_multiple=True)] = None,
-    eagle_ids: Annotated[list[int] | None, Parameter(group=LAYERS, consume_multiple=True)] = None,
-    draft: Annotated[str | None, Parameter(group=LAYERS)] = None,
-    set: list[str] = [],  # noqa: B006
-    env: list[str] = [],  # noqa: B006
     timeout: float = 3600.0,
     detach: bool = False,
     dry_run: bool = False,
+    layers: LayerOptions = LAYER_OPTIONS,
+    settings: SettingOptions = SETTING_OPTIONS,
     common: Common = COMMON,
 ) -> int:
     """Launch an SGLang server with the tap in it, and follow it until it is ready.
 
     Args:
-        profile: a built-in profile or one of layertap.toml.
+        profile: a built-in profile or one of layertap.toml; without it, those that suit this host and model are listed.
         model: folder of the model on the host.
         port: port on the host's loopback address.
-        boundaries: what enters these layers, e.g. 3 31 59.
-        outputs: what these layers put out, e.g. 2 30 58.
-        eagle_ids: ids as a drafter's config holds them.
-        draft: a drafter's config.json on the host.
-        set: a server argument, NAME=VALUE or NAME; NAME=unset removes it.
-        env: an environment variable, NAME=VALUE.
         timeout: seconds until the server must be ready.
         detach: return at once.
         dry_run: print the merged arguments, each with its reason, and start nothing.
     """
-    from backends import sglang
     from console import headless, words
-    from console.launching import layer_choice, pairs, shown
+    from console.launching import layer_choice, shown, suitable
 
-    given = {"boundaries": boundaries, "outputs": outputs, "eagle_ids": eagle_ids, "draft": draft}
-    overrides = sglang.Overrides(args=pairs(set, "--set"), env=pairs(env, "--env"))
     with _session(common) as session:
-        merged = session.plan_launch(profile, model, port, overrides)
-        layers = layer_choice({key: value for key, value in given.items() if value is not None}, merged.layers)
+        if profile is None:
+            headless.out(suitable(session, model), common.json, words.candidates)
+            raise UsageError("say which profile to launch; + suits this host and model")
+        merged = session.plan_launch(profile, model, port, settings.overrides())
+        choice = layer_choice(layers.given(), merged.layers)
+        differs = merged.match.differs(session.situation(merged.model)) if merged.match else None
         if dry_run:
-            headless.out(shown(merged, layers.words()), common.json, words.launch)
+            headless.out(shown(merged, choice.words(), differs), common.json, words.launch)
             return ExitCode.OK
+        for one in differs or []:
+            headless.say(f"warning: {profile}: {one}")
         if danger := session.hello["danger"]:
             headless.say(f"warning: {danger}")
-        run = session.launch(merged, layers)
+        run = session.launch(merged, choice)
         headless.say(f"launched {run['id']} on port {port}; its log is {run['log']}")
         if detach:
             headless.out(run, common.json, lambda run: [run["id"]])
@@ -180,6 +222,79 @@ def launch(
             headless.say(f"not ready after {timeout:g} s; it goes on, `layertap status --watch` follows it")
             return ExitCode.TIMEOUT
         return ExitCode.OK if verdict in ("healthy", "degraded") else ExitCode.NOT_READY
+
+
+@app.command
+def tune(
+    profile: str | None = None,
+    *,
+    model: str | None = None,
+    only: str | None = None,
+    seconds: float = 5.0,
+    timeout: float = 3600.0,
+    name: str | None = None,
+    write: bool = False,
+    run: str | None = None,
+    layers: LayerOptions = LAYER_OPTIONS,
+    settings: SettingOptions = SETTING_OPTIONS,
+    common: Common = COMMON,
+) -> int:
+    """Try variants of a profile on the host, each a launch of its own under the same load, and show the fastest.
+
+    It goes on when the link is lost; the same command attaches to it again. Ctrl+C stops it, and shows what is known.
+
+    Args:
+        profile: the profile to start from.
+        model: folder of the model on the host.
+        only: names of variants or stages (attention, moe, prefill, overlap, nccl), e.g. moe,prefill-16k.
+        seconds: how long one of the three rounds of the load should take.
+        timeout: seconds in which each server must be ready.
+        name: name of the profile that comes of it; PROFILE-tuned without it.
+        write: write that profile to layertap.toml; one that is there is never changed.
+        run: id of a tuning run: instead of starting one, follow it, or show what it came to.
+    """
+    from console import config, headless, tuned, words
+    from console.launching import layer_choice
+    from console.session import going_on
+
+    if run is None and profile is None:
+        raise UsageError("say which profile to tune; `layertap launch` lists those that suit this host")
+    with _session(common) as session:
+        if run is not None:
+            found = session.host.request("run", run_id=run)
+            if found["kind"] != "tune":
+                raise UsageError(f"{found['id']} is no tuning run; `layertap runs` lists them")
+            profile = found["details"]["profile"]
+        assert profile is not None
+        name = name or f"{profile}-tuned"
+        if write:
+            tuned.refuse_taken(name, session.profiles)
+        if run is None:
+            alive = [one for one in session.host.request("all", kind="tune") if going_on(one)]
+            found = next((one for one in alive if one["details"]["profile"] == profile), None)
+            if found:
+                headless.say(f"attached to {found['id']}, which tunes {profile} already")
+            else:
+                overrides = settings.overrides()
+                merged = session.plan_launch(profile, model, DEFAULT_PORT, overrides)
+                choice = layer_choice(layers.given(), merged.layers)
+                said = {"model": model, "layers": layers.given(), **_plain(overrides)}
+                found = session.tune(merged, choice, only.split(",") if only else [], seconds, timeout, said)
+                headless.say(f"started {found['id']}; its log is {found['log']}")
+        try:
+            ended = headless.follow_job(session, found["id"], words.tuning)
+            code = session.finish(ended)[0]
+        except KeyboardInterrupt:
+            ended, code = session.host.request("run", run_id=found["id"]), ExitCode.INTERRUPTED
+            if not ended["result"]:
+                raise
+        made = tuned.shown(ended["result"], name)
+        if write and made["profile_toml"]:
+            path = common.config or config.default_path()
+            tuned.write(path, name, made["profile_toml"])
+            made["written"] = str(path)
+        headless.out(made, common.json, words.tuned)
+        return code
 
 
 @app.command
@@ -715,6 +830,10 @@ def _session(common: Common) -> Iterator[Session]:
 
 def _formats(asked: str | None, session: Session) -> list[str]:
     return asked.split(",") if asked else list(session.defaults.format)
+
+
+def _plain(overrides: Overrides) -> dict[str, Any]:
+    return {"args": overrides.args, "env": overrides.env, "tap": overrides.tap}
 
 
 def _row_options(options: RowOptions, session: Session) -> dict[str, Any]:

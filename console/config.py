@@ -55,14 +55,19 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     console: ConsoleConfig = ConsoleConfig()
 
 
+def default_path() -> Path:
+    """layertap.toml in the user's config folder."""
+    import platformdirs
+
+    return Path(platformdirs.user_config_path("layertap")) / "layertap.toml"
+
+
 def load(path: Path | None) -> Config:
     """The config at `path`, else in the user's config folder; empty where there is none.
 
     Raises UsageError naming the file and the key that is wrong.
     """
-    import platformdirs
-
-    found = path or platformdirs.user_config_path("layertap") / "layertap.toml"
+    found = path or default_path()
     try:
         table = tomllib.loads(found.read_text(encoding="utf-8"))
         return msgspec.convert(table, Config)

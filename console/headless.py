@@ -102,8 +102,10 @@ def wait_ready(session: Session, run_id: str, seconds: float) -> dict[str, Any]:
 def follow_job(session: Session, run_id: str, line: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
     """Follow a job to its end with a progress line; returns the ended run. Ctrl+C stops the job."""
     run: dict[str, Any] = {}
+    narration = EventNarration()
     try:
         for run in session.follow(run_id):
+            narration.show(run)
             if run["progress"]:
                 ProgressLine.show(line(run["progress"]))
     except KeyboardInterrupt:

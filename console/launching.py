@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from backends.errors import UsageError
-from backends.sglang import Launch, Line, masked
+from backends.sglang import Launch, Line, candidates, masked
 from capture.layers import LayerChoice
+
+if TYPE_CHECKING:
+    from console.session import Session
+
+TAP_DEFAULTS = {
+    "memory": "a quarter of what is available, for states that were not fetched yet [default]",
+    "writers": "half of the cores that the ranks leave [default]",
+}
 
 
 def pairs(words: list[str], option: str) -> dict[str, Any]:
@@ -32,14 +42,33 @@ def layer_choice(given: dict[str, Any], of_profile: dict[str, Any] | None) -> La
         raise UsageError(str(error)) from error
 
 
-def shown(merged: Launch, layers: str) -> dict[str, Any]:
-    """A merged launch as it is shown, secrets masked; args and env as (name, value, why)."""
+def tap_options(memory: str | None, writers: int | None) -> dict[str, Any]:
+    """The tap's settings that were said."""
+    return {name: value for name, value in (("memory", memory), ("writers", writers)) if value is not None}
+
+
+def suitable(session: Session, model: str | None) -> dict[str, Any]:
+    """The profiles, those that suit the host and the model first, each with in what it differs."""
+    found = session.situation(model)
+    listed = candidates(session.profiles, session.hello["sglang"], found)
+    return {"schema": 1, "situation": msgspec.to_builtins(found), "profiles": msgspec.to_builtins(listed)}
+
+
+def shown(merged: Launch, layers: str, differs: list[str] | None = None) -> dict[str, Any]:
+    """A merged launch as it is shown, secrets masked; args, env and tap as (name, value, why).
+
+    `differs` is in what the host and the model are not what the profile is for, None where nobody looked. A setting of
+    the tap that nobody has made has the value None.
+    """
+    tap = {line.name: _shown_line(line) for line in merged.tap}
     return {
         "schema": 1,
         "profile": merged.profile,
         "sglang": merged.version,
         "model": merged.model,
         "layers": layers,
+        "differs": differs,
+        "tap": [tap.get(name, [name, None, why]) for name, why in TAP_DEFAULTS.items()],
         "args": [_shown_line(line) for line in merged.args],
         "env": [_shown_line(line) for line in merged.env],
     }

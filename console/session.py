@@ -11,9 +11,10 @@ import msgspec
 from backends import sglang
 from backends.errors import NotReady, OurBug, RunDied, by_code
 from backends.host import Host
-from backends.launch import Launching
+from backends.launch import EMBEDDED, as_launching
 from backends.logs import LogCursor, PartHead, Step
 from backends.sglang import mask_text
+from backends.situation import Situation
 from backends.watch import settled
 from capture.layers import LayerChoice
 from console.config import ExtractConfig
@@ -65,21 +66,36 @@ class Session:
             profile, self.profiles, version=self.hello["sglang"], model=model, port=port, overrides=overrides
         )
 
+    def situation(self, model: str | None) -> Situation:
+        """The host's GPUs, and what the model's config says where it is a folder there."""
+        folder = None if model is None or model.startswith(EMBEDDED) else model
+        return msgspec.convert(self.host.request("situation", model=folder), Situation, strict=False)
+
     def launch(self, merged: sglang.Launch, layers: LayerChoice) -> dict[str, Any]:
         """Launch a server; returns its run at once, long before it is ready."""
-        argv = merged.argv("python")[1:]
-        launching = Launching(
-            profile=merged.profile,
-            model=merged.model,
-            argv=argv,
-            shown_argv=sglang.mask_argv(argv),
-            env=merged.environ(),
-            port=merged.port,
-            layers=layers,
-            embedded=merged.embedded,
-            dump_root=self.dump_root,
-        )
+        launching = as_launching(merged, layers, self.dump_root)
         return self._dict(self.host.request("launch", seconds=180, launching=msgspec.to_builtins(launching)))
+
+    def tune(
+        self,
+        merged: sglang.Launch,
+        layers: LayerChoice,
+        only: list[str],
+        round_seconds: float,
+        ready_seconds: float,
+        given: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Start a tuning run of a merged profile; see `backends.tune.job.TuneJob`."""
+        job = {
+            "launch": msgspec.to_builtins(merged),
+            "layers": msgspec.to_builtins(layers),
+            "dump_root": self.dump_root,
+            "only": only,
+            "round_seconds": round_seconds,
+            "ready_seconds": ready_seconds,
+            "given": given,
+        }
+        return self.start("tune", job)
 
     def status(self, run_id: str) -> dict[str, Any]:
         """A server run with its phases, verdict, tap and dumps."""

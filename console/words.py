@@ -19,6 +19,7 @@ EVENTS = {
     "log_only": "further retries and failures are only in the log",
     "server_lost": "server lost: {reason}",
     "error": "ended early: {reason}",
+    "tried": "{variant}: {outcome}",
     "relaunch": "the server {server} died ({cause}) and is launched again, {attempt} of {most}",
     "relaunched": "the server {server} is ready instead of {instead_of}, after {seconds} s",
     "relaunch_failed": "launched again, {attempt} of {most}, it did not come up: {reason}",
@@ -26,7 +27,7 @@ EVENTS = {
     "trouble_over": "over after {seconds} s: {id}",
 }
 # Events that are told while one follows a run.
-NARRATED = ("relaunch", "relaunched", "relaunch_failed", "trouble", "trouble_over")
+NARRATED = ("tried", "relaunch", "relaunched", "relaunch_failed", "trouble", "trouble_over")
 SAMPLE_SIGNS = {"pending": "·", "sent": "~", "written": "+", "failed": "!"}
 CHECK_SIGNS = {"pass": "+", "warn": "?", "fail": "!", "unknown": "-"}
 TOKENS_SHOWN = 40
@@ -625,11 +626,69 @@ def norm(value: float | None) -> str:
 def launch(merged: dict[str, Any]) -> Iterator[str]:
     """A merged profile, a line a setting with its reason."""
     yield f"# profile {merged['profile']} for SGLang {merged['sglang']}; layers: {merged['layers']}"
-    lines = [(f"{name}={value}", why) for name, value, why in merged["env"]]
+    yield from (f"! {one}" for one in merged["differs"] or [])
+    if merged["differs"] == []:
+        yield "# host and model are what the profile is for"
+    lines = [(f"tap {name} {'auto' if value is None else value}", why) for name, value, why in merged["tap"]]
+    lines += [(f"{name}={value}", why) for name, value, why in merged["env"]]
     lines += [(f"--{name}" if value is True else f"--{name} {value}", why) for name, value, why in merged["args"]]
     width = min(60, max(len(text) for text, _ in lines))
     for text, why in lines:
         yield f"{text:<{width}}  # {why}"
+
+
+def candidates(found: dict[str, Any]) -> Iterator[str]:
+    """Profiles for a host, those that suit it first, each with what it is for or in what it differs."""
+    here = found["situation"]
+    cards = list(dict.fromkeys(here["gpu_names"]))
+    yield f"here: {here['gpus']} x {', '.join(cards)}" if here["gpus"] else "here: no GPU"
+    for one in found["profiles"]:
+        yield f"{'-' if one['differs'] else '+'} {one['name']:<34} {'; '.join(one['differs']) or one['summary']}"
+
+
+def tuning(now: dict[str, Any]) -> str:
+    """What a tuning run does now, in one line."""
+    return f"{now['number']}. {now['trial']}: {dashed(now['phase'])} …"
+
+
+def tuned(made: dict[str, Any]) -> Iterator[str]:
+    """What a tuning run came to: its trials as a table, the best first, and the profile that they make."""
+    load, trials = made["load"], made["trials"]
+    if load:
+        yield f"one round: {load['prompts']:,} prompts, {load['tokens']:,} tokens, the longest {load['longest']:,}"
+    profile = next((one["tokens_per_second"] for one in trials if one["base"] is None), None)
+    bounded = any(one["ceiling"] for one in trials)
+    width = max([7, *(len(one["name"]) for one in trials)])
+    changes = max([7, *(len(_changed(one)) for one in trials)])
+    bound = f"{'of the bus':>12}" if bounded else ""
+    yield f"  {'variant':<{width}}  {'changes':<{changes}}{'tok/s':>10}{bound}{'gain':>8}{'start':>9}"
+    for one in trials:
+        speed, start = one["tokens_per_second"], duration(one["start_seconds"]) if one["start_seconds"] else "-"
+        gain = f"{speed / profile - 1:+.0%}" if speed and profile and one["base"] else "-"
+        share = (f"{speed / one['ceiling']:.0%}" if speed and one["ceiling"] else "-") if bounded else ""
+        sign = "*" if one["name"] == made["best"] else " " if speed else "!"
+        shown = f"{speed:,.0f}" if speed else "-"
+        yield (
+            f"{sign} {one['name']:<{width}}  {_changed(one):<{changes}}{shown:>10}"
+            f"{f'{share:>12}' if bounded else ''}{gain:>8}{start:>9}"
+        )
+        if one["failure"]:
+            see = f" (`layertap logs {one['server']}`)" if one["server"] else ""
+            yield f"    {one['failure']}{see}"
+        if one["risk"]:
+            yield f"    not taken into the profile: {one['risk']}"
+    if made["stopped"]:
+        yield f"ended early: {made['stopped']}"
+    if made["profile_toml"]:
+        yield f"# written to {made['written']}" if made["written"] else "# for layertap.toml:"
+        yield from made["profile_toml"].splitlines()
+    elif made["best"]:
+        yield f"nothing is faster than {made['profile']} as it is"
+
+
+def _changed(trial: dict[str, Any]) -> str:
+    """What a variant changes, and of what: the profile itself goes without saying."""
+    return " ".join(trial["changes"]) or "-"
 
 
 def doctor(report: dict[str, Any]) -> Iterator[str]:

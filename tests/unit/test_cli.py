@@ -138,7 +138,6 @@ def test_help_and_version(layertap: Callable[..., Ran]) -> None:
     [
         ("dance", "dance"),
         ("status --loud", "--loud"),
-        ("launch", "--profile"),
         ("stop --port many", "--port"),
         ("extract rows.jsonl --output out --overlong cut", "--overlong"),
     ],
@@ -155,6 +154,14 @@ def test_words_that_are_not_understood(layertap: Callable[..., Ran], words: str,
         ("status --config none.toml", "none.toml: there is no such file"),
         ("extract rows.jsonl --output out --prompt-column q", "--prompt-column and --response-column go together"),
         ("stop server-1", "no run begins with 'server-1'; runs: none at all"),
+        ("tune", "say which profile to tune; `layertap launch` lists those that suit this host"),
+        ("tune base --name a.b --write", "'a.b' is no name for a profile: take letters, digits, - and _"),
+        ("tune base --name base --write", "there is a profile base already; say another name with --name"),
+        ("launch base --model /m --writers 0", "command line: writers 0: expected at least 1"),
+        (
+            "launch base --model /m --memory lots",
+            "command line: memory 'lots': expected bytes, or a size such as 48 GiB",
+        ),
         ("runs server-1", "no run begins with 'server-1'; runs: none at all"),
         (
             "plan rows.jsonl",
@@ -289,6 +296,8 @@ def dry_run(layertap: Callable[..., Ran], python: Path | str, **env: str) -> tup
         "sleep-on-idle=unset",
         "--set",
         "skip-server-warmup",
+        "--memory",
+        "48 GiB",
     ]
     text, data = layertap(*words, **env), layertap(*words, "--json", **env)
     assert (text.returncode, text.stderr, data.returncode, data.stderr) == (0, "", 0, "")
@@ -299,7 +308,9 @@ def dry_run(layertap: Callable[..., Ran], python: Path | str, **env: str) -> tup
 
 def check_dry_run(lines: list[str], data: dict[str, Any], version: str) -> None:
     assert lines[0] == f"# profile {FIRST_CASE} for SGLang {version}; layers: outputs of layers 2, 30, 58"
-    for line in lines[1:]:
+    differs, settings = lines[1 : 1 + len(data["differs"])], lines[1 + len(data["differs"]) :]
+    assert differs == [f"! {one}" for one in data["differs"]]
+    for line in settings:
         assert re.fullmatch(r"\S.*  # .*\[[\w.-]+( line)?\]", line), line
     assert "HF_TOKEN=***" in [line.split("  #")[0].strip() for line in lines]
     assert "--api-key ***" in [line.split("  #")[0].strip() for line in lines]
@@ -316,7 +327,9 @@ def check_dry_run(lines: list[str], data: dict[str, Any], version: str) -> None:
     assert args["skip-server-warmup"] == (True, "[command line]")
     assert args["max-running-requests"] == ("128", "requests per forward; lets short prompts fill it [base]")
     assert "sleep-on-idle" not in args
-    assert len(data["env"]) + len(data["args"]) == len(lines) - 1
+    assert data["tap"][0] == ["memory", "48 GiB", "[command line]"]
+    assert data["tap"][1][:2] == ["writers", None]
+    assert len(data["env"]) + len(data["args"]) + len(data["tap"]) == len(settings)
 
 
 def test_a_dry_run_prints_every_setting_with_its_reason(layertap: Callable[..., Ran], all_runs: Runs) -> None:
@@ -328,6 +341,22 @@ def test_a_dry_run_prints_every_setting_with_its_reason(layertap: Callable[..., 
 def test_a_dry_run_with_a_real_sglang(layertap: Callable[..., Ran]) -> None:
     lines, data = dry_run(layertap, ENGINE_PYTHON)
     check_dry_run(lines, data, data["sglang"])
+
+
+def test_without_a_profile_those_that_suit_the_host_are_listed(layertap: Callable[..., Ran], all_runs: Runs) -> None:
+    ran = layertap("launch", "--json", PYTHONPATH=str(FAKE_SGLANG))
+    assert (ran.returncode, ran.stderr) == (2, "layertap: say which profile to launch; + suits this host and model\n")
+    listed = {one["name"]: one for one in json.loads(ran.stdout)["profiles"]}
+    assert "base" not in listed
+    lines = layertap("launch", PYTHONPATH=str(FAKE_SGLANG)).stdout.splitlines()
+    assert {line[:2] + line[2:].split()[0] for line in lines[1:]} == {
+        f"{'-' if one['differs'] else '+'} {name}" for name, one in listed.items()
+    }
+    if not json.loads(ran.stdout)["situation"]["gpus"]:
+        assert listed["embedded-llama"]["differs"] == []
+        assert listed[FIRST_CASE]["differs"] == ["it is for 8 GPUs, and here are none"]
+        assert lines[0] == "here: no GPU" and lines[1].startswith("+ embedded-llama ")
+    assert all_runs.all() == []
 
 
 # --- A server's life ---

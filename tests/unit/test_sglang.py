@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -393,3 +395,57 @@ def test_mask_text(text: str, shown: str) -> None:
 
 def test_mask_text_hides_given_secrets_anywhere() -> None:
     assert mask_text("a hunter2 b", ["hunter2", ""]) == "a *** b"
+
+
+# --- The tap's own settings ---
+
+
+@pytest.mark.parametrize(
+    ("said", "count"),
+    [
+        (51539607552, 48 << 30),
+        ("51539607552", 48 << 30),
+        ("48 GiB", 48 << 30),
+        ("1.5gb", 1_500_000_000),
+        ("64 MiB", 64 << 20),
+    ],
+)
+def test_memory_of_the_tap_in_bytes_or_words(said: int | str, count: int) -> None:
+    profiles = load_profiles({"mine": {"tap": {"memory": {"value": said, "why": "as measured"}}}})
+    merged = resolve("mine", profiles, version="0.5.23", model="/m", port=1)
+    assert merged.tap_settings() == {"memory": count}
+    assert merged.tap[0].why == "as measured"
+
+
+def test_the_command_line_wins_over_a_profile_s_tap() -> None:
+    profiles = load_profiles({"mine": {"tap": {"memory": "1 GiB", "writers": 3}}, "child": {"extends": "mine"}})
+    overrides = Overrides(tap={"writers": 4})
+    merged = resolve("child", profiles, version="0.5.23", model="/m", port=1, overrides=overrides)
+    assert merged.tap_settings() == {"memory": 1 << 30, "writers": 4}
+    without = resolve(
+        "child", profiles, version="0.5.23", model="/m", port=1, overrides=Overrides(tap={"memory": "unset"})
+    )
+    assert without.tap_settings() == {"writers": 3}
+
+
+@pytest.mark.parametrize(
+    ("tap", "said"),
+    [
+        ({"memory": "48 horses"}, "mine: memory '48 horses': expected bytes, or a size such as 48 GiB"),
+        ({"memory": "-1"}, "mine: memory '-1': expected bytes, or a size such as 48 GiB"),
+        ({"memory": 0}, "mine: memory 0: expected at least 1"),
+        ({"writers": "many"}, "mine: writers 'many': "),
+        ({"readers": 1}, "profile mine: tap takes memory and writers, not readers"),
+        ({"writers": {"value": 1, "way": "x"}}, "profile mine: tap.writers: "),
+    ],
+)
+def test_settings_of_the_tap_that_cannot_be_read(tap: dict[str, Any], said: str) -> None:
+    with pytest.raises(ProfileError, match=re.escape(said)):
+        resolve("mine", load_profiles({"mine": {"tap": tap}}), version="0.5.23", model="/m", port=1)
+
+
+def test_what_a_profile_is_for_is_inherited() -> None:
+    merged = resolve("kimi-k2_5-int4-8x-rtxpro6000-nop2p", load_profiles(), version="0.5.23", model="/m", port=1)
+    assert merged.match is not None and (merged.match.cc, merged.match.gpus) == ("12.0", 8)
+    with pytest.raises(ProfileError, match="profile mine: Object contains unknown field `gpu`"):
+        load_profiles({"mine": {"match": {"gpu": 8}}})

@@ -301,6 +301,9 @@ def settings_table(launch: dict[str, Any]) -> Table:
     table.add_column(ratio=6, style="dim")
     for name, value, why in launch["env"]:
         table.add_row(Text(f"{name}={value}"), Text(why))
+    for name, value, why in launch["tap"]:
+        if value is not None:
+            table.add_row(Text(f"tap {name} {value}"), Text(why))
     for name, value, why in launch["args"]:
         table.add_row(Text(f"--{name}" if value is True else f"--{name} {value}"), Text(why))
     return table

@@ -1,0 +1,94 @@
+"""Tuning on a GPU: attention backends that are installed, and the prefill size on top of the fastest."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+from engines import SGLANG, Engines
+
+from backends import sglang
+from backends.embedded import models
+from backends.jobs import start_job
+from backends.tune.job import Tuned, TuneJob
+from backends.tune.servers import stop_tuning
+from capture.layers import LayerChoice
+
+# Sampling and attention that need no kernel package beyond triton.
+ARGS: dict[str, sglang.Value] = {
+    "attention-backend": "triton",
+    "sampling-backend": "pytorch",
+    "mem-fraction-static": 0.3,
+    "context-length": 4104,
+    "max-prefill-tokens": 8192,
+    "max-total-tokens": 65536,
+}
+
+
+@pytest.fixture(scope="module")
+def tuned(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    model = tmp_path_factory.mktemp("models") / "llama"
+    models.build("llama", model)
+    merged = sglang.resolve(
+        "base",
+        sglang.load_profiles(),
+        version=SGLANG,
+        model=str(model),
+        port=1,
+        overrides=sglang.Overrides(args=ARGS, tap={"memory": "2 GiB", "writers": 2}),
+    )
+    job = TuneJob(
+        payload="",
+        launch=merged,
+        layers=LayerChoice(boundaries=[2, 4, 5]),
+        only=["attention", "prefill-16k"],
+        round_seconds=1.0,
+    )
+    run = start_job(engines.runs, engines.payload, "tune", msgspec.to_builtins(job), None)
+    try:
+        deadline = time.monotonic() + 500
+        while run.exit is None:
+            assert time.monotonic() < deadline, run.log.read_text()
+            time.sleep(0.2)
+    finally:
+        assert stop_tuning(engines.runs, run, "the test is over").left == []
+    print(run.log.read_text())
+    assert run.exit.code == 0, run.log.read_text()
+    return msgspec.json.decode((run.folder / "result.json").read_bytes(), type=Tuned)
+
+
+def test_the_gpus_of_this_host_are_known(tuned: Tuned) -> None:
+    import torch
+
+    found = tuned.situation
+    assert found.gpus == torch.cuda.device_count()
+    assert found.cc == ".".join(map(str, torch.cuda.get_device_capability()))
+    total = torch.cuda.get_device_properties(0).total_memory / (1 << 30)
+    assert found.vram_gib == pytest.approx(total, rel=0.05)
+    assert (found.architecture, found.mla, found.moe, found.quantization) == ("LlamaForCausalLM", False, False, "none")
+
+
+def test_every_variant_was_measured_or_says_why_not(tuned: Tuned) -> None:
+    for trial in tuned.trials:
+        print(msgspec.json.encode(trial).decode())
+    names = [trial.name for trial in tuned.trials]
+    assert names[0] == "base" and names[-1] == "prefill-16k"
+    assert "attention-triton" not in names  # the profile has it
+    for trial in tuned.trials:
+        assert (trial.tokens_per_second is None) == (trial.failure is not None)
+        assert trial.ceiling is None
+    profile, last = tuned.trials[0], tuned.trials[-1]
+    assert profile.failure is None and last.failure is None
+    assert profile.tokens_per_second is not None and profile.tokens_per_second > 1000
+
+
+def test_the_best_is_the_fastest(tuned: Tuned) -> None:
+    speeds = {trial.name: trial.tokens_per_second or 0.0 for trial in tuned.trials}
+    assert tuned.best is not None and speeds[tuned.best] >= 0.99 * max(speeds.values())
+    attention = [trial for trial in tuned.trials if trial.stage == "attention"]
+    fastest = max(attention, key=lambda trial: trial.tokens_per_second or 0.0, default=None)
+    if fastest and (fastest.tokens_per_second or 0.0) > 1.01 * speeds["base"]:
+        assert tuned.trials[-1].base == fastest.name
+    else:
+        assert tuned.trials[-1].base == "base"
