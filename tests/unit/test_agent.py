@@ -16,6 +16,7 @@ from backends import agent as agents
 from backends import runs
 from backends.agent import Agent
 from backends.errors import Locked, RunDied, UsageError
+from backends.jobs import JOBS
 from backends.runs import Run
 from capture import events
 
@@ -231,10 +232,7 @@ def test_what_the_supervisor_of_an_extraction_sees_counts(
 def test_a_job_of_an_unknown_kind(agent: Agent) -> None:
     with pytest.raises(UsageError) as failed:
         agent.start("dance", {})
-    assert (
-        str(failed.value)
-        == "no job is called 'dance'; there are try, probe, plan, extract, verify, export, sample, doctor"
-    )
+    assert str(failed.value) == f"no job is called 'dance'; there are {', '.join(JOBS)}"
 
 
 @pytest.mark.parametrize("kind", ["try", "extract"])

@@ -157,11 +157,6 @@ def test_words_that_are_not_understood(layertap: Callable[..., Ran], words: str,
         ("tune", "say which profile to tune; `layertap launch` lists those that suit this host"),
         ("tune base --name a.b --write", "'a.b' is no name for a profile: take letters, digits, - and _"),
         ("tune base --name base --write", "there is a profile base already; say another name with --name"),
-        ("launch base --model /m --writers 0", "command line: writers 0: expected at least 1"),
-        (
-            "launch base --model /m --memory lots",
-            "command line: memory 'lots': expected bytes, or a size such as 48 GiB",
-        ),
         ("runs server-1", "no run begins with 'server-1'; runs: none at all"),
         (
             "plan rows.jsonl",
@@ -341,6 +336,18 @@ def test_a_dry_run_prints_every_setting_with_its_reason(layertap: Callable[..., 
 def test_a_dry_run_with_a_real_sglang(layertap: Callable[..., Ran]) -> None:
     lines, data = dry_run(layertap, ENGINE_PYTHON)
     check_dry_run(lines, data, data["sglang"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--writers 0", "command line: writers 0: expected at least 1"),
+        ("--memory lots", "command line: memory 'lots': expected bytes, or a size such as 48 GiB"),
+    ],
+)
+def test_settings_of_the_tap_that_cannot_be(layertap: Callable[..., Ran], words: str, said: str) -> None:
+    ran = layertap("launch", "base", "--model", "/m", *words.split(), PYTHONPATH=str(FAKE_SGLANG))
+    assert (ran.returncode, ran.stdout, ran.stderr) == (2, "", f"layertap: {said}\n")
 
 
 def test_without_a_profile_those_that_suit_the_host_are_listed(layertap: Callable[..., Ran], all_runs: Runs) -> None:

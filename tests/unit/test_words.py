@@ -577,6 +577,8 @@ def test_a_launch() -> None:
         "profile": "mine",
         "sglang": "0.5.23",
         "layers": "outputs of layers 2, 30, 58",
+        "differs": ["it is for 8 GPUs, and here are none"],
+        "tap": [["memory", "48 GiB", "[command line]"], ["writers", None, "half of the cores [default]"]],
         "env": [["NCCL_DEBUG", "WARN", "NCCL's own errors reach the log [base]"]],
         "args": [
             ["port", "30000", "[layertap]"],
@@ -586,11 +588,16 @@ def test_a_launch() -> None:
     }
     assert list(words.launch(merged)) == [
         "# profile mine for SGLang 0.5.23; layers: outputs of layers 2, 30, 58",
+        "! it is for 8 GPUs, and here are none",
+        "tap memory 48 GiB      # [command line]",
+        "tap writers auto       # half of the cores [default]",
         "NCCL_DEBUG=WARN        # NCCL's own errors reach the log [base]",
         "--port 30000           # [layertap]",
         "--disable-radix-cache  # missing rows [base]",
         "--api-key ***          # [command line]",
     ]
+    assert list(words.launch(merged | {"differs": []}))[1] == "# host and model are what the profile is for"
+    assert list(words.launch(merged | {"differs": None}))[1].startswith("tap memory")
 
 
 # --- A sample ---
