@@ -1,6 +1,7 @@
 # make demo   the main job on the embedded engine          make test       what every change must pass, under 15 minutes
 # make check  ruff, mypy, import-linter                     make test-all   all of it, before something is called done
 # make screenshots   the README's pictures, from a running demo
+# make versions   the tap in older SGLangs, on the CPU
 # make demo-ssh   the demo on a host behind a private sshd on loopback, with the link cut three times
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ CONSOLE := .venv/bin/python
 ENGINE := .venv-engine/bin/python
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo demo-ssh screenshots check test test-all console engine clean
+.PHONY: demo demo-ssh screenshots check test test-all versions console engine clean
 
 demo: console engine
 	.venv/bin/layertap demo
@@ -35,6 +36,9 @@ test-all: console engine
 	$(CONSOLE) -m pytest tests/end_to_end
 	PYTHONPATH=. $(ENGINE) -m pytest tests/engine tests/gpu tests/trainers
 
+versions: engine
+	$(ENGINE) tests/versions
+
 # The console's environment, with everything that the checks and its tests need.
 console: .venv/ready
 .venv/ready: pyproject.toml tests/requirements.txt
@@ -52,4 +56,4 @@ engine: .venv-engine/ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-engine layertap-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-engine .venv-versions layertap-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
