@@ -13,6 +13,8 @@ from backends.gpus import Gpu
 from backends.processes import ProcessSample
 
 SECONDS = 15.0  # that are looked back
+WANTED = 20.0  # percent of the time that a process waits for a core: less is usual
+MOST_STARVED = 20.0  # times; what gets even less may as well hang
 SHORTEST = 1.0  # over which a rate says something
 COMPILER_PERCENT = 5.0  # CPU of a compiler that works; below, it waits like everybody
 READS = 1e6  # bytes/s from disks: less is noise
@@ -28,9 +30,10 @@ class Activity(msgspec.Struct):
 
     `compilers` are the titles of those that used CPU. `cpu_percent` is the mean use of one core by pid, `waiting` the
     processes that stood in disk sleep all the time, `running` those that ran or wanted to, however little of a core a
-    busy host gave them, `stopped_s` how long one has been stopped. `gpus_spin`: every GPU of the server was busy
-    throughout the last `gpu_seconds` with the power of an idle one, and its memory did not grow; `gpus_work`: some GPU
-    was used, `gpus_draw`: with the power of a real load. `idle_gpu` is the only idle one among busy ones.
+    busy host gave them, `starved` how many times as long as on an idle host what they do takes, `stopped_s` how long
+    one has been stopped. `gpus_spin`: every GPU of the server was busy throughout the last `gpu_seconds` with the power
+    of an idle one, and its memory did not grow; `gpus_work`: some GPU was used, `gpus_draw`: with the power of a real
+    load. `idle_gpu` is the only idle one among busy ones.
     """
 
     seconds: float
@@ -40,6 +43,7 @@ class Activity(msgspec.Struct):
     cpu_percent: dict[int, float] = {}
     waiting: list[int] = []
     running: list[int] = []
+    starved: float = 1.0
     stopped_s: dict[int, float] = {}
     gpu_seconds: float = 0.0
     gpus_spin: bool = False
@@ -60,6 +64,8 @@ class Activity(msgspec.Struct):
     def sentences(self) -> list[str]:
         """What is worth telling."""
         said = []
+        if self.starved >= 2:
+            said.append(f"the host is busy: the server gets 1/{self.starved:.0f} of the CPU that it wants")
         if self.compilers:
             said.append(f"compilers at work: {', '.join(self.compilers)}")
         if self.reads_move:
@@ -104,6 +110,7 @@ class ActivityWatch:
             activity.read_bytes_per_second = sum(known) / seconds if known else None
             activity.memory_bytes_per_second = grown / seconds
         activity.cpu_percent = self._cpu(ours)
+        activity.starved = self._times_starved(ours)
         activity.waiting = [pid for pid in both if self._always("disk-sleep", pid)]
         if len(self._looks) >= FEW:
             activity.running = [pid for pid in both if self._always("running", pid)]
@@ -131,6 +138,18 @@ class ActivityWatch:
             if known:
                 found[pid] = sum(known) / len(known)
         return found
+
+    def _times_starved(self, pids: Collection[int]) -> float:
+        """Of those that use a core or want one, the one that gets least of it."""
+        times = [1.0]
+        for pid in pids:
+            seen = [look.processes[pid] for look in self._looks if pid in look.processes]
+            got = [(one.cpu_percent, one.starved_percent) for one in seen]
+            known = [(cpu, starved) for cpu, starved in got if cpu is not None and starved is not None]
+            used, wanted = (sum(values) / len(known) for values in zip(*known, strict=True)) if known else (0.0, 0.0)
+            if wanted >= WANTED:
+                times.append((min(used, 100.0) + wanted) / max(min(used, 100.0), 100.0 / MOST_STARVED))
+        return min(max(times), MOST_STARVED)
 
     def _always(self, state: str, pid: int) -> bool:
         seen = [look.processes.get(pid) for look in self._looks]

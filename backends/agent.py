@@ -36,6 +36,7 @@ from backends.frames import FrameError, pack, read_frame
 from backends.jobs import JOBS, describe, draws_from, refuse_second, start_job
 from backends.launch import Launching, launch
 from backends.logs import PartHead, read_part
+from backends.observation import Standing
 from backends.outbox import Outbox
 from backends.sample import Sampler
 from backends.sglang import masked
@@ -160,7 +161,7 @@ class Agent:
             watch = self.watches[run.id]
         seen = watch.look()
         if seen["verdict"]["verdict"] == "hang_suspected":
-            self._report_once(run, seen["phase"])
+            self._report_once(watch, seen["phase"])
         newest = stacks.newest_report(run)
         return self.run(run.id) | seen | {"earlier": watch.earlier, "stacks": str(newest) if newest else None}
 
@@ -289,15 +290,17 @@ class Agent:
         except OSError as error:
             raise UsageError(f"{place}: {error}") from error
 
-    def _report_once(self, run: runs.Run, phase: str | None) -> None:
+    def _report_once(self, watch: ServerWatch, phase: str | None) -> None:
         """Read the stacks of a run that seems to hang, once a phase: a hang that was none must not hide the next one.
 
-        In a thread of its own: the status does not wait.
+        In a thread of its own: the status does not wait, and the next one knows where the ranks stand.
         """
+        run = watch.run
 
         def report() -> None:
             with contextlib.suppress(LayertapError, OSError):  # whoever asks for the stacks is told why there are none
-                stacks.make_report(run)
+                made = stacks.make_report(run)
+                watch.standing = Standing(made.at, made.summary, made.apart)
 
         with self.lock:
             if (run.id, phase) in self.reported:

@@ -39,6 +39,7 @@ Need = Literal[
     "rank_stopped",  # state T
     "rank_disk_sleep",  # state D, all the time
     "rank_behind",  # the log of one rank is behind that of the others
+    "ranks_apart",  # their stacks, read since the silence began, differ
     "gpus_spin",  # every GPU busy with the power of an idle one
     "one_gpu_idle",  # all but one busy
     "health_fails",  # /health does not answer 200 though the server was ready

@@ -97,6 +97,8 @@ def _judge(e: Evidence, limits: Limits) -> Verdict:
     # SGLang logs its own stop like a crash (exit codes, SIGQUIT), so a stop that was asked for comes first.
     if e.stop_requested:
         return Verdict("stopped", "stop was asked for" + ("; the process is still ending" if e.process_alive else ""))
+    if e.crashed is not None and e.tap_error is not None and e.tap_error in e.crashed:
+        return _named("crashed", "tap-failed", f"the tap failed: {e.tap_error}")
     if e.crashed is not None:
         return crash(e.crashed, e.phase, e.hits, e.crashed_line, e.kernel)
     if e.process_alive is False:
@@ -256,7 +258,7 @@ def conditions(e: Evidence, limits: Limits) -> set[Need]:
         silent, allowed = failing, limits.health
     elif e.ready_seen:
         silent = 0.0  # nothing to do is nothing to say
-    if silent > allowed or ("gpus_spin" in seen and silent > limits.spin):
+    if silent > allowed * e.starved or ("gpus_spin" in seen and silent > limits.spin):
         seen.add("silent")
     waits = e.batch is not None and e.batch.queue > 0 and e.batch.running == 0
     if waits and (e.batch_s or 0.0) > limits.queue:
@@ -294,6 +296,8 @@ def _process_conditions(e: Evidence, limits: Limits) -> set[Need]:
         seen.add("rank_disk_sleep")
     if e.laggard:
         seen.add("rank_behind")
+    if e.ranks_apart:
+        seen.add("ranks_apart")
     return seen
 
 

@@ -27,8 +27,10 @@ class Evidence(msgspec.Struct, kw_only=True):
     `stopping`, `weights_loaded` and `ready_seen` come from the log (backends.startup), `hits` are signatures found in
     it, those in `last_lines` at its end; `tap_in` and `tap_error` from the tap's own file. `listener_is_ours`: whether
     the process that listens on `port` belongs to this run. `missing` names ranks that were there and are gone.
-    `earlier_s` is how long this phase took at the last start, `detail` its progress, which moved `detail_s` ago.
-    `kernel` holds lines of the kernel's log since this run began.
+    `starved` is how many times as long as on an idle host the time took for which the log is silent, and `stacks` where
+    the ranks stood since, which `ranks_apart` says was not the same place. `earlier_s` is how long this phase took at
+    the last start, `detail` its progress, which moved `detail_s` ago. `kernel` holds lines of the kernel's log since
+    this run began.
     """
 
     process_alive: bool | None = None
@@ -42,6 +44,7 @@ class Evidence(msgspec.Struct, kw_only=True):
     health_s: float | None = None
     health_failing_s: float | None = None
     log_silent_s: float | None = None
+    starved: float = 1.0
     log_lines: int | None = None
     phase: str | None = None
     phase_s: float | None = None
@@ -61,6 +64,8 @@ class Evidence(msgspec.Struct, kw_only=True):
     launcher: Rank | None = None
     missing: list[str] = []
     laggard: str | None = None
+    stacks: list[str] = []
+    ranks_apart: bool = False
     activity: Activity | None = None
     batch: Batch | None = None
     batch_s: float | None = None
@@ -82,6 +87,7 @@ def sentences(e: Evidence) -> list[str]:
         *(f"kernel: {line}" for line in e.kernel),
         *(_rank_sentence("rank ", rank) for rank in e.ranks),
         *(f"rank {name} gone" for name in e.missing),
+        *(f"stacks: {line}" for line in e.stacks),
         *([_rank_sentence("", e.launcher)] if e.launcher and e.launcher.state == "stopped" else []),
     ]
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from backends.activity import Activity, ActivityWatch
+from backends.activity import MOST_STARVED, Activity, ActivityWatch
 from backends.catalogue import catalogue
 from backends.diagnose import HEAT, Limits
 from backends.evidence import Evidence, Rank
@@ -32,6 +32,14 @@ class EarlierStart(msgspec.Struct):
     phases: dict[str, float]
 
 
+class Standing(msgspec.Struct):
+    """Where a server's processes stood at `at` (epoch seconds), in sentences; `apart`: not all ranks in one place."""
+
+    at: float
+    summary: list[str]
+    apart: bool
+
+
 class HealthAnswer(msgspec.Struct, omit_defaults=True):
     """What /health said last: the HTTP status, None for no answer; how long that took, and how long ago it was.
 
@@ -49,7 +57,7 @@ class Observation(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `tick` is the same moment on a clock that is never set. `created` is when the run began, `log_age` how long its log
     has not changed, `health` None while nobody of ours listens, `listener_is_ours` None where nobody does. `gpus` are
-    those that the run uses, and `kernel` what the kernel said since the run began.
+    those that the run uses, `kernel` what the kernel said since the run began, and `standing` the newest stacks.
     """
 
     at: float
@@ -69,6 +77,7 @@ class Observation(msgspec.Struct, kw_only=True, omit_defaults=True):
     processes: list[ProcessSample] = []
     gpus: list[Gpu] = []
     kernel: list[str] = []
+    standing: Standing | None = None
 
 
 class Follower:
@@ -81,6 +90,8 @@ class Follower:
         self._tick = 0.0
         self._activity = ActivityWatch(lambda: self._tick)
         self._said: float | None = None  # when the log last said something, epoch seconds
+        self._fair = 0.0  # seconds of silence since, as long as they would be on an idle host
+        self._looked: float | None = None
         self._bar: tuple[str, str] | None = None
         self._bar_moved: float | None = None
         self._ready_at: float | None = None
@@ -100,6 +111,8 @@ class Follower:
         self.reader.feed(text)
         if self._said is None or text.count("\n") + text.count("\r") > text.count('"GET /health'):
             self._said = at
+            self._fair = 0.0
+            self._looked = None
 
     def evidence(self, seen: Observation) -> Evidence:
         """What is known of the server now."""
@@ -110,7 +123,8 @@ class Follower:
         launcher = [one for one in seen.processes if one.pid == seen.launcher]
         activity = self._activity.look(seen.processes, seen.gpus, [one.pid for one in [*ours, *launcher]])
         health, failing = self._health(seen.health)
-        tap = seen.tap
+        tap, silent = seen.tap, self._silent(seen)
+        standing = seen.standing if seen.standing and seen.standing.at > (self._said or 0.0) else None
         return Evidence(
             process_alive=None if seen.state == "elsewhere" else seen.state in ("running", "starting"),
             exit_code=seen.exit_code,
@@ -122,7 +136,8 @@ class Follower:
             health=health,
             health_s=seen.health.seconds if seen.health and health is not None else None,
             health_failing_s=failing,
-            log_silent_s=self._silent(seen),
+            log_silent_s=silent,
+            starved=self._starved(silent, activity),
             log_lines=startup.lines,
             phase=current.id if current else None,
             phase_s=max(0.0, seen.at - current.started) if current and current.started else None,
@@ -142,6 +157,8 @@ class Follower:
             launcher=_rank(launcher[0], activity) if launcher else None,
             missing=self._missing(ours),
             laggard=startup.laggard,
+            stacks=standing.summary if standing else [],
+            ranks_apart=standing is not None and standing.apart,
             activity=activity,
             batch=batch,
             batch_s=max(0.0, seen.at - batch.at) if batch and batch.at else None,
@@ -160,6 +177,15 @@ class Follower:
         if seen.log_age is None:
             return None
         return max(0.0, seen.log_age if self._said is None else seen.at - self._said)
+
+    def _starved(self, silent: float | None, activity: Activity) -> float:
+        """How many times longer the silence is than it would be if the server got the CPU that it wants."""
+        if not silent:
+            return 1.0
+        step = silent if self._looked is None else max(0.0, self._tick - self._looked)
+        self._looked = self._tick
+        self._fair += step / activity.starved
+        return max(1.0, silent / max(self._fair, silent / MOST_STARVED))
 
     def _health(self, answer: HealthAnswer | None) -> tuple[int | None, float | None]:
         """What /health answered since the log said ready, and for how many seconds it fails."""

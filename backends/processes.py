@@ -57,8 +57,9 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 class ProcessSample(msgspec.Struct):
     """A process of a run. None stands for not known.
 
-    `title` holds no arguments, which may be secrets. `cpu_percent` is of one core, since the look before; `state`
-    psutil's word; `read_bytes` what was read from disks since it began, None for another user's process.
+    `title` holds no arguments, which may be secrets. `cpu_percent` is of one core, since the look before, and
+    `starved_percent` the time that its main thread was ready to run and got no core; `state` psutil's word;
+    `read_bytes` what was read from disks since it began, None for another user's process.
     """
 
     pid: int
@@ -68,6 +69,7 @@ class ProcessSample(msgspec.Struct):
     rss_bytes: int
     read_bytes: int | None
     compiler: bool
+    starved_percent: float | None = None
 
 
 class Stat(NamedTuple):
@@ -146,6 +148,7 @@ class _Member:
         self._title = ""
         self._compiler = False
         self._cpu = Rate()
+        self._starved = Rate()
 
     def look(self, now: float) -> ProcessSample | None:
         """What it does now; None once it is gone."""
@@ -160,6 +163,8 @@ class _Member:
         except OSError:
             return None
         ticks = self._cpu.of(stat.cpu, now)
+        waited = _waited(self._pid)
+        starved = None if waited is None else self._starved.of(waited, now)
         return ProcessSample(
             pid=self._pid,
             title=self._title,
@@ -168,6 +173,7 @@ class _Member:
             rss_bytes=stat.rss_bytes,
             read_bytes=_read_bytes(self._pid),
             compiler=self._compiler,
+            starved_percent=None if starved is None else round(100 * starved, 1),
         )
 
 
@@ -226,6 +232,14 @@ def _read_bytes(pid: int) -> int | None:
     except OSError:
         return None
     return int(text.partition(b"\nread_bytes: ")[2].partition(b"\n")[0])
+
+
+def _waited(pid: int) -> float | None:
+    """Seconds that a process's main thread waited for a core; None where the kernel does not count them."""
+    try:
+        return int(_read(f"/proc/{pid}/schedstat").split()[1]) / 1e9
+    except (OSError, IndexError):
+        return None
 
 
 def _read(path: str) -> bytes:

@@ -80,6 +80,7 @@ class HangReport(msgspec.Struct, kw_only=True):
     at: float
     path: str
     summary: list[str]
+    apart: bool
     stacks: list[Stack]
 
 
@@ -105,7 +106,9 @@ def make_report(run: Run) -> HangReport:
         stacks = list(pool.map(lambda stack: _read(tool, stack), found))
     at = time.time()
     path = run.folder / f"stacks-{time.strftime('%Y%m%d-%H%M%S', time.localtime(at))}.txt"
-    report = HangReport(run=run.id, at=at, path=str(path), summary=summarise(stacks), stacks=stacks)
+    report = HangReport(
+        run=run.id, at=at, path=str(path), summary=summarise(stacks), apart=apart(stacks), stacks=stacks
+    )
     part = path.with_suffix(".part")
     part.write_text("".join(f"{line}\n" for line in _lines(report)), encoding="utf-8")
     part.replace(path)
@@ -197,6 +200,17 @@ def summarise(stacks: list[Stack]) -> list[str]:
     said += [f"{stack.name} is stopped by a signal (state T)" for stack in stacks if stack.state == "stopped"]
     said += [f"{stack.name} was not read: {stack.error}" for stack in stacks if stack.error]
     return said
+
+
+def apart(stacks: list[Stack]) -> bool:
+    """Whether the ranks stand in different places, and not just in different lines of the loop in which they idle."""
+    ranks = [stack for stack in stacks if stack.main and stack.name.startswith("scheduler")]
+    return len({_place(rank) for rank in ranks}) > 1 and not all(_idles(rank) for rank in ranks)
+
+
+def _idles(stack: Stack) -> bool:
+    found = catalogue().of_stack([frame.name for frame in stack.main])
+    return found is not None and found.id == "benign-idle-loop"
 
 
 def _difference(ranks: list[Stack]) -> list[str]:

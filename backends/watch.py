@@ -17,7 +17,7 @@ from backends.evidence import Evidence
 from backends.gpus import Gpu
 from backends.health import Health
 from backends.kernel import KernelLog
-from backends.observation import EarlierStart, Follower, Observation
+from backends.observation import EarlierStart, Follower, Observation, Standing
 from backends.processes import ProcessSample, RunProcesses, open_files
 from backends.runs import Run, Runs
 from backends.startup import Startup
@@ -93,6 +93,7 @@ class ServerWatch:
         self.health = Health(run.spec.port or 0, first_answer)
         self.processes = RunProcesses(run)
         self.kernel = KernelLog(run.spec.created)
+        self.standing: Standing | None = None
         self.pids: set[int] = set()  # of all processes that were seen of it
         self.lock = threading.Lock()
         self._gpus = gpus
@@ -179,6 +180,7 @@ class ServerWatch:
             processes=processes,
             gpus=self._our_gpus(processes),
             kernel=self.kernel.read(self.pids),
+            standing=self.standing,
         )
 
     def _rest(self) -> float:

@@ -28,6 +28,7 @@ def divide(asked: int | None, slot_bytes: int, available: int, tmpfs_free: int) 
     Never more than `tmpfs_free`, which holds all three. Raises MemoryError, naming what is lacking, where not even one
     slot and one dump that fills it find room.
     """
+    tmpfs_free = max(0, tmpfs_free)  # less than is to stay free
     most = min(available // SHARE if asked is None else asked, tmpfs_free)
     slots = min(SLOTS, most // ((1 + 2 * DUMPS_AHEAD) * slot_bytes)) or int(most >= 2 * slot_bytes)
     if slots == 0:

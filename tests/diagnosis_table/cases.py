@@ -126,7 +126,7 @@ CASES = [
         ranks=2,
         budget="warm_up",
         expected="hang_suspected",
-        remedy="warmup-hang",
+        remedy="ranks-apart",
         stacks="the other ranks wait for scheduler_TP0: look there first",
     ),
     Case(
@@ -145,8 +145,8 @@ CASES = [
         ranks=2,
         budget="weights",
         expected="hang_suspected",
-        remedy="rank-behind",
-        stacks="look there first",
+        remedy="ranks-apart",
+        stacks="scheduler_TP1 stands in all_reduce",
     ),
     Case(
         id="spin",
@@ -189,7 +189,7 @@ CASES = [
         cause="the dump folder has no room for the arena",
         around=small_tmpfs,
         needs=no_mounts,
-        expected="starting",
+        expected="crashed",
         remedy="tap-failed",
     ),
     Case(

@@ -33,7 +33,8 @@ class Case:
 
     `expected` is the verdict, `remedy` the id of the signature that must speak. `fault` is the plugin's word; what
     else is done to the server, `act` does, once the server is in phase `when`. A hang is told within `GRACE_SECONDS`
-    behind the silence that phase `budget` allows, anything else within `GRACE_SECONDS`. `around` stands before the
+    behind the silence that phase `budget` allows, anything else within `GRACE_SECONDS`; while the host is so busy that
+    the server gets a part of the CPU that it wants, this time does not pass. `around` stands before the
     launch and after the stop. No verdict in `never` may be
     given on the way, once the fault has begun. `stacks` must stand in the summary of the stacks that are read then.
     """
@@ -102,6 +103,7 @@ class Trial:
         self.outcome = Outcome(id=case.id, cause=case.cause, expected=case.expected, expected_remedy=case.remedy)
         self.began: float | None = None
         self.ended: float | None = None
+        self.busy = 0.0  # seconds in which the host kept the server from what it would do
 
     def run(self) -> Outcome:
         """Do it; the server is stopped, whatever happens."""
@@ -140,6 +142,8 @@ class Trial:
             if self.began is None and now["verdict"]["verdict"] in ("crashed", "stopped"):
                 self._say(now, None, False, "the server ended before the fault began")
                 return
+            if any(line.startswith("the host is busy") for line in now["verdict"]["evidence"]):
+                self.busy += LOOK_SECONDS
             time.sleep(LOOK_SECONDS)
 
     def _ripe(self, now: dict[str, Any]) -> bool:
@@ -177,7 +181,9 @@ class Trial:
             if time.time() - self.ended > FINAL_SECONDS:
                 self._say(now, seconds, False, "it is told otherwise")
                 return True
-        if seconds > self.budget + GRACE_SECONDS + (START_SECONDS if not self.case.fault and not self.case.act else 0):
+        if seconds - self.busy > self.budget + GRACE_SECONDS + (
+            START_SECONDS if not self.case.fault and not self.case.act else 0
+        ):
             self._say(now, seconds, False, "the stacks do not say it" if told else "time is up")
             return True
         return False

@@ -34,6 +34,12 @@ def test_arena_and_dumps_together_take_what_is_allowed(
     assert room.slots * GB + room.dump_bytes + room.spare_bytes <= min(asked or available // 4, free)
 
 
+def test_no_room_at_all_is_said_too() -> None:
+    """A file system on which less is free than what is to stay free."""
+    with pytest.raises(MemoryError, match=r"; 0 bytes of memory may be taken \(0 are free"):
+        divide(None, GB, 40 * GB, -12_000_000)
+
+
 @pytest.mark.parametrize(
     ("asked", "available", "free"), [(None, 7 * GB, 30 * GB), (GB, 40 * GB, 30 * GB), (None, 99 * GB, GB)]
 )

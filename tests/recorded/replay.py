@@ -114,5 +114,9 @@ def _seen(seen: Observation, time: Time, pace: Pace) -> Observation:
 
 def _starved(process: ProcessSample, pace: Pace) -> ProcessSample:
     """A process that does the same in a longer time."""
-    cpu = process.cpu_percent
-    return msgspec.structs.replace(process, cpu_percent=None if cpu is None else cpu / pace.stretch)
+    cpu, starved = process.cpu_percent, process.starved_percent
+    return msgspec.structs.replace(
+        process,
+        cpu_percent=None if cpu is None else cpu / pace.stretch,
+        starved_percent=None if starved is None else 100 - (100 - starved) / pace.stretch,
+    )

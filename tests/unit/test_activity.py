@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helpers import Clock
 
-from backends.activity import FEW, SECONDS, ActivityWatch
+from backends.activity import FEW, MOST_STARVED, SECONDS, ActivityWatch
 from backends.gpus import Gpu
 from backends.processes import ProcessSample
 
@@ -83,6 +83,18 @@ def test_a_process_that_runs_whenever_it_may_is_told_from_one_that_runs_now_and_
     assert looked(*starved, step=1.0).running == [1]
     assert looked(*starved[:-1], step=1.0).running == []
     assert looked(*starved, ([process(1, cpu=10.0)], []), step=1.0).running == []
+
+
+def test_how_starved_a_server_is() -> None:
+    """One that uses a core or would: a tenth of what it wants makes all that it does ten times as long."""
+    starved = process(1, cpu=10.0, starved_percent=90.0)
+    assert looked(([starved], [])).starved == 10.0
+    assert looked(([starved, process(2, cpu=50.0, starved_percent=50.0)], []), ours=(1, 2)).starved == 10.0
+    assert looked(([process(1, cpu=80.0, starved_percent=5.0)], [])).starved == 1.0
+    assert looked(([process(1, cpu=0.0, starved_percent=0.0)], [])).starved == 1.0  # it sleeps: nobody keeps it
+    assert looked(([process(1, cpu=0.0, starved_percent=100.0)], [])).starved == MOST_STARVED
+    assert looked(([process(1, cpu=10.0)], [])).starved == 1.0  # the kernel does not say
+    assert looked(([starved], [])).sentences() == ["the host is busy: the server gets 1/10 of the CPU that it wants"]
 
 
 def test_how_long_a_process_is_stopped() -> None:

@@ -135,6 +135,27 @@ TABLE = {
     "a process that would spin, but gets little CPU": (
         starting("kv", 150, ranks=ranks(12.0, 9.0), activity=activity(running=[100])), "hang_suspected", "start-spins"
     ),
+    "silent for long, on a host that is too busy": (starting("kv", 150, starved=4.0, ranks=ranks(20.0)), "starting", None),
+    "silent even for a busy host": (starting("kv", 500, starved=4.0, ranks=ranks(20.0)), "hang_suspected", "start-stands"),
+    "the stacks tell that the ranks stand apart": (
+        starting("kv", 150, ranks_apart=True, stacks=["scheduler_TP0 stands in all_reduce"]),
+        "hang_suspected",
+        "ranks-apart",
+    ),
+    "the tap had no room, and the server ended with it": (
+        starting("weights", 3, crashed="MemoryError: a slot of the arena takes 5 bytes", tap_error="a slot of the arena takes 5 bytes"),
+        "crashed",
+        "tap-failed",
+    ),
+    "a GPU is lost, whatever the line says that ended the server": (
+        up(
+            crashed="torch.AcceleratorError: CUDA error: unspecified launch failure",
+            crashed_line=690,
+            kernel=["NVRM: Xid (PCI:0000:81:00): 79, pid=7, GPU has fallen off the bus."],
+        ),
+        "crashed",
+        "gpu-lost",
+    ),
     "nothing at all moves": (starting("kv", 150), "hang_suspected", "start-stands"),
     "the warm-up does not come back": (starting("warm_up", 620), "hang_suspected", "warmup-hang"),
     "a spinning collective, long before the silence is long": (
