@@ -17,7 +17,7 @@ WANTED = 20.0  # percent of the time that a process waits for a core: less is us
 MOST_STARVED = 20.0  # times; what gets even less may as well hang
 SHORTEST = 1.0  # over which a rate says something
 COMPILER_PERCENT = 5.0  # CPU of a compiler that works; below, it waits like everybody
-READS = 1e6  # bytes/s from disks: less is noise
+READS = 1e6  # bytes/s: less is noise
 GROWTH = 4e6  # bytes/s of memory
 BUSY = 95  # percent of a GPU
 IDLE = 5
@@ -53,7 +53,7 @@ class Activity(msgspec.Struct):
 
     @property
     def reads_move(self) -> bool:
-        """Whether bytes come from disks."""
+        """Whether files are read."""
         return (self.read_bytes_per_second or 0.0) >= READS
 
     @property
@@ -69,7 +69,7 @@ class Activity(msgspec.Struct):
         if self.compilers:
             said.append(f"compilers at work: {', '.join(self.compilers)}")
         if self.reads_move:
-            said.append(f"{(self.read_bytes_per_second or 0.0) / 1e6:.0f} MB/s read from disks")
+            said.append(f"{(self.read_bytes_per_second or 0.0) / 1e6:.0f} MB/s read")
         if self.memory_grows:
             said.append(f"memory grows by {(self.memory_bytes_per_second or 0.0) / 1e6:.0f} MB/s")
         if self.gpus_spin:

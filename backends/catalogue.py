@@ -27,7 +27,7 @@ Need = Literal[
     "compiler",  # compilers below the server use CPU
     "no_compiler",
     "bar_moves",  # the log's progress bar counts up
-    "reads_move",  # bytes are read from disks
+    "reads_move",  # bytes are read from files
     "reads_flat",
     "weights_missing",  # not all weights are loaded yet
     "memory_grows",  # the ranks' memory grows
@@ -36,6 +36,7 @@ Need = Literal[
     "cpu_idle",  # no process of the server uses CPU
     "main_busy",  # the launcher uses most of a core
     "computes",  # ranks or GPUs work, as far as is known
+    "host_busy",  # the server gets half of the CPU that it wants, or less
     "rank_stopped",  # state T
     "rank_disk_sleep",  # state D, all the time
     "rank_behind",  # the log of one rank is behind that of the others

@@ -37,6 +37,7 @@ RECENT = 60.0  # seconds for which such a line counts
 FAST = 5.0  # seconds: SGLang waits 20 for the scheduler, so an answer that is faster says nothing of it
 WORKING_PERCENT = 20.0  # CPU of a rank that computes
 BUSY_PERCENT = 50.0
+BUSY_HOST = 2.0  # times as long as on an idle one
 IDLE_PERCENT = 5.0
 HEAT = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
 
@@ -166,11 +167,11 @@ def _starting(e: Evidence, limits: Limits) -> Verdict:
     seen = conditions(e, limits)
     if "rank_stopped" in seen:
         return _found("hang_suspected", "hang", e, seen)
-    if "works" in seen:
-        usual = max(limits.usual, LONGER * (e.earlier_s or 0.0))
-        slow = (e.log_silent_s or 0.0) > limits.quiet or (e.phase_s or 0.0) > usual
-        return _found("slow_but_fine", "slow", e, seen) if slow else Verdict("starting")
-    if "silent" not in seen:
+    usual = max(limits.usual, LONGER * (e.earlier_s or 0.0))
+    slow = (e.log_silent_s or 0.0) > limits.quiet or (e.phase_s or 0.0) > usual
+    if slow and ("works" in seen or ("host_busy" in seen and "silent" not in seen)):
+        return _found("slow_but_fine", "slow", e, seen)
+    if "works" in seen or "silent" not in seen:
         return Verdict("starting")
     if e.activity is None or e.activity.seconds < limits.window:
         return Verdict("starting", "the log is silent for long; whether anything moves is not known yet", LOOK_AGAIN)
@@ -296,6 +297,8 @@ def _process_conditions(e: Evidence, limits: Limits) -> set[Need]:
         seen.add("rank_disk_sleep")
     if e.laggard:
         seen.add("rank_behind")
+    if e.starved >= BUSY_HOST:
+        seen.add("host_busy")
     if e.ranks_apart:
         seen.add("ranks_apart")
     return seen

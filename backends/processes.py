@@ -59,7 +59,8 @@ class ProcessSample(msgspec.Struct):
 
     `title` holds no arguments, which may be secrets. `cpu_percent` is of one core, since the look before, and
     `starved_percent` the time that its main thread was ready to run and got no core; `state` psutil's word;
-    `read_bytes` what was read from disks since it began, None for another user's process.
+    `read_bytes` what it read since it began, by whichever way counts most: from disks, by read(2), which is all that
+    some network file systems count, or by page faults of mapped files. None for another user's process.
     """
 
     pid: int
@@ -73,13 +74,14 @@ class ProcessSample(msgspec.Struct):
 
 
 class Stat(NamedTuple):
-    """What /proc/<pid>/stat says; `start` and `cpu` in clock ticks."""
+    """What /proc/<pid>/stat says; `start` and `cpu` in clock ticks, `faults` those that had to wait for a disk."""
 
     name: str
     state: str
     start: int
     cpu: int
     rss_bytes: int
+    faults: int
 
 
 class Rate:
@@ -171,7 +173,7 @@ class _Member:
             cpu_percent=None if ticks is None else round(100 * ticks / TICKS, 1),
             state=stat.state,
             rss_bytes=stat.rss_bytes,
-            read_bytes=_read_bytes(self._pid),
+            read_bytes=_read_bytes(self._pid, stat.faults),
             compiler=self._compiler,
             starved_percent=None if starved is None else round(100 * starved, 1),
         )
@@ -188,6 +190,7 @@ def read_stat(pid: int) -> Stat:
         start=int(fields[19]),
         cpu=int(fields[11]) + int(fields[12]),
         rss_bytes=int(fields[21]) * PAGE,
+        faults=int(fields[9]),
     )
 
 
@@ -226,12 +229,13 @@ def title(argv: list[str], name: str) -> str:
     return program
 
 
-def _read_bytes(pid: int) -> int | None:
+def _read_bytes(pid: int, faults: int) -> int | None:
     try:
         text = _read(f"/proc/{pid}/io")
     except OSError:
         return None
-    return int(text.partition(b"\nread_bytes: ")[2].partition(b"\n")[0])
+    counts = dict(line.split(b": ") for line in text.splitlines())
+    return max(int(counts[b"read_bytes"]), int(counts[b"rchar"]), faults * PAGE)
 
 
 def _waited(pid: int) -> float | None:

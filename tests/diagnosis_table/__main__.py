@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ def main() -> int:
     asked = parser.parse_args()
     cases = [case for case in CASES if case.short or not asked.short]
     cases = [case for case in cases if not asked.case or case.id in asked.case]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that its servers are stopped then, too
     folder = Path(tempfile.mkdtemp(prefix="layertap-diagnosis-"))
     try:
         outcomes = run(cases, folder, asked.patience, quiet=asked.json)

@@ -158,9 +158,7 @@ def follow(asked: argparse.Namespace, run: runs.Run, watch: Recorder) -> int:
         if verdict["verdict"] in ("crashed", "stopped") or (up and time.time() - up > asked.ready):
             break
         time.sleep(LOOK_SECONDS)
-    print(
-        f"{asked.file}: {Path(asked.file).stat().st_size} bytes so far; {wrong} looks were called neither fine nor slow"
-    )
+    print(f"{wrong} looks were called neither fine nor slow")
     return int(wrong > 0 or up is None)
 
 

@@ -40,7 +40,7 @@ def test_reads_and_memory_over_the_time_looked() -> None:
     found = looked(([process(1)], []), ([process(1, read_bytes=100_000_000, rss_bytes=50_000_000)], []))
     assert (found.read_bytes_per_second, found.memory_bytes_per_second) == (20e6, 10e6)
     assert (found.reads_move, found.memory_grows) == (True, True)
-    assert found.sentences() == ["20 MB/s read from disks", "memory grows by 10 MB/s"]
+    assert found.sentences() == ["20 MB/s read", "memory grows by 10 MB/s"]
 
 
 def test_reads_of_other_processes_and_unknown_ones_do_not_count() -> None:

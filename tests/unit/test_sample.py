@@ -282,7 +282,8 @@ def test_the_processes_of_a_run(start: Start, tmp_path: Path, clock: Clock) -> N
     of = psutil.Process(rank.pid)
     assert (rank.state, rank.cpu_percent) == ("sleeping", 0.0)
     assert abs(rank.rss_bytes - of.memory_info().rss) < 1 << 20  # the kernel counts in batches here
-    assert rank.read_bytes == of.io_counters().read_bytes
+    counted = of.io_counters()
+    assert rank.read_bytes >= max(counted.read_bytes, counted.read_chars)
 
 
 def test_a_process_that_ends_and_one_that_comes(start: Start, clock: Clock) -> None:

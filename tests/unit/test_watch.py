@@ -205,18 +205,22 @@ LIMITS = Limits(silence=dict.fromkeys(SILENCE, 3.0), quiet=1.0, window=1.5, stop
 
 
 def suspected(seen: ServerWatch, allowed: float) -> dict[str, Any]:
-    """Look until a hang is suspected, which must not be before the log is silent for as long as is allowed."""
+    """Look until a hang is suspected, which must not be before the log is silent for as long as is allowed.
+
+    On a host so busy that the server gets little CPU, that is said first, and the silence may be longer.
+    """
 
     def looked() -> dict[str, Any] | None:
         now = seen.look()
         silent = time.time() - seen.run.log.stat().st_mtime
-        assert now["verdict"]["verdict"] in ("starting", "hang_suspected"), now["verdict"]
-        if now["verdict"]["verdict"] == "starting":
+        if now["verdict"]["verdict"] != "hang_suspected":
+            busy = now["verdict"]["findings"] == ["host-busy"]
+            assert now["verdict"]["verdict"] == "starting" or busy, now["verdict"]
             return None
         assert silent > allowed
         return now
 
-    return until(looked)
+    return until(looked, seconds=180)
 
 
 def loading(run: Run) -> Run:
@@ -281,7 +285,7 @@ def test_weights_from_a_slow_disk_are_slow_but_fine(quiet: Run, monkeypatch: pyt
 
     monkeypatch.setattr(processes.RunProcesses, "look", reading)
     now = look_until(ServerWatch(quiet, limits=LIMITS), "slow_but_fine", "weights are being read from disk")
-    assert any(line.endswith("MB/s read from disks") for line in now["verdict"]["evidence"])
+    assert any(line.endswith("MB/s read") for line in now["verdict"]["evidence"])
 
 
 def test_graphs_that_count_up_are_slow_but_fine(quiet: Run) -> None:

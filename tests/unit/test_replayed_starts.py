@@ -1,0 +1,66 @@
+"""Recorded starts that were healthy, told again at fifty paces: nothing is ever called wrong on the way."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from backends.observation import Observation
+from tests.recorded import replay as recorded
+from tests.recorded.record import FINE, Entry, Head
+from tests.recorded.replay import Pace, replay
+
+RECORDS = sorted(Path(recorded.__file__).parent.glob("*.jsonl.gz"))
+STRETCHES = (1.0, 1.0, 0.5, 2.0, 4.0)  # the last two: a machine on which a start gets a half, a quarter of its CPU
+PACES = [Pace(stretch=STRETCHES[seed % 5], jitter=0.5, missed=0.3, seed=seed) for seed in range(50)]
+read = cache(recorded.read)
+
+
+def test_there_are_records_of_one_rank_and_of_two() -> None:
+    ranks = {sum("scheduler" in process.title for process in last_seen(path).processes) for path in RECORDS}
+    assert ranks >= {1, 2}
+
+
+@pytest.mark.parametrize("pace", PACES, ids=lambda pace: f"{pace.seed}-x{pace.stretch:g}")
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
+def test_a_healthy_start_raises_nothing(path: Path, pace: Pace) -> None:
+    told = list(replay(*read(path), pace))
+    for one in told:
+        not_known_yet = one.verdict.verdict == "unknown" and "not known yet" in (one.verdict.cause or "")
+        assert one.verdict.verdict in FINE or not_known_yet, one
+    assert told[-1].verdict.verdict == "healthy"
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
+def test_a_start_that_is_cut_off_is_told(path: Path) -> None:
+    """The same record with its end left out, and nothing moving from there on: the replay can see a hang."""
+    head, entries = read(path)
+    begun = next(
+        index for index, entry in enumerate(entries) if entry.heard and "Load weight begin" in entry.heard.text
+    )
+    still = next(entry.seen for entry in entries[begun:] if entry.seen)
+    frozen = [Entry(seen=later(still, seconds)) for seconds in range(2, 400, 2)]
+    last = list(replay(head, [*entries[: begun + 1], *frozen], Pace()))[-1]
+    assert last.verdict.verdict == "hang_suspected"
+
+
+def later(seen: Observation, seconds: float) -> Observation:
+    """The same, with nothing having happened meanwhile."""
+    still = {"cpu_percent": 0.0, "starved_percent": 0.0, "state": "sleeping", "compiler": False}
+    idle = [msgspec.structs.replace(one, **still) for one in seen.processes]
+    return msgspec.structs.replace(seen, at=seen.at + seconds, tick=seen.tick + seconds, processes=idle)
+
+
+def last_seen(path: Path) -> Observation:
+    return [entry.seen for entry in read(path)[1] if entry.seen][-1]
+
+
+def test_a_record_says_nothing_of_its_machine() -> None:
+    for path in RECORDS:
+        head, entries = read(path)
+        assert isinstance(head, Head)
+        text = "".join(entry.heard.text for entry in entries if entry.heard)
+        assert "/tmp/" not in text and "/root" not in text and str(Path.home()) not in text
