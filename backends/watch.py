@@ -26,6 +26,7 @@ from capture.dump import DumpError, TapState, read_tap
 RECENT = 30.0  # seconds: an answer to /generate that is so old says that the server is well
 QUIET = 10.0  # seconds without a batch, of a server that has work
 GENERATED = '"POST /generate HTTP/1.1" 200'
+AFTERLIFE = 0.3  # seconds that a socket may outlive its process
 LOG_STEP = 4 << 20
 EARLIER_RUNS = 20  # that are looked at for one that came up
 EARLIER_LOG = 8 << 20  # bytes of its log; a start writes about 100 kB
@@ -158,10 +159,14 @@ class ServerWatch:
     def _observe(self, log_age: float | None) -> Observation:
         run = self.run
         tap, tap_error = self._tap()
-        state, ended, port, running = run.state(), run.exit, run.spec.port or 0, run.running
-        processes = self.processes.look() if state == "running" else []
-        self.pids |= {process.pid for process in processes}
+        port, processes = run.spec.port or 0, self._look_at_processes()
         listener = _listener(port, {process.pid for process in processes})
+        if listener is False and processes:
+            # The one of ours that listened may have died a moment ago, and its socket not yet gone with it.
+            time.sleep(AFTERLIFE)
+            processes = self._look_at_processes()
+            listener = _listener(port, {process.pid for process in processes})
+        state, ended, running = run.state(), run.exit, run.running
         return Observation(
             at=time.time(),
             tick=time.monotonic(),
@@ -189,6 +194,11 @@ class ServerWatch:
         if batch and batch.at and (batch.running or batch.queue) and time.time() - batch.at > QUIET:
             return health.SUSPICIOUS
         return health.FLOWING if time.monotonic() - self._generated < RECENT else health.IDLE
+
+    def _look_at_processes(self) -> list[ProcessSample]:
+        processes = self.processes.look() if self.run.state() == "running" else []
+        self.pids |= {process.pid for process in processes}
+        return processes
 
     def _our_gpus(self, processes: list[ProcessSample]) -> list[Gpu]:
         """The GPUs that this run uses; in a container that hides owners, those that hold memory."""
