@@ -222,6 +222,8 @@ class Extraction:
             most = longest if info.get("device") == "cpu" else None
             found = probe.probe(server, tap, info, tokenizer, lambda what: self.say(f"probe: {what}"), most=most)
         self.tell("probed", passed=found.passed, earlier=earlier, lengths=found.lengths, ranks=found.ranks)
+        for failure in found.failures:
+            self.say(f"probe: {failure}")
         if refusal := found.refusal():
             raise NotSafe(refusal)
         return found

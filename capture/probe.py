@@ -28,6 +28,7 @@ NAME = "probe.json"  # in the dump folder: it lives as long as the server
 LENGTHS = (3, 64, 1500, 2500)
 ROUNDS = 5  # in which a server may take two prompts into one forward
 RANK_SECONDS = 30.0
+SAID = 3  # failures that one sentence names
 TAP_SECONDS = 2.0  # in which tap.json shows what was drawn
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")  # as configs name their number
 
@@ -90,7 +91,11 @@ class Probed(msgspec.Struct, kw_only=True):
 
     def refusal(self) -> str | None:
         """Why this server is not to be drawn from, None where it passed."""
-        return None if self.passed else "the probe failed: " + "; ".join(self.failures)
+        if self.passed:
+            return None
+        more = len(self.failures) - SAID
+        rest = [f"and {more} more, which the log and `layertap probe` name"] if more > 0 else []
+        return "the probe failed: " + "; ".join([*self.failures[:SAID], *rest])
 
 
 def last(server: Server) -> Probed | None:

@@ -12,6 +12,8 @@ import pytest
 from capture import driver, dump
 from capture.draw import DrawError
 from capture.driver import Extraction
+from capture.layers import Layers
+from capture.probe import DENSE, Probed
 from capture.server import ServerGone
 
 
@@ -64,3 +66,67 @@ def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
         monkeypatch.setattr(driver, "BUSY_SECONDS", -1.0)
     with pytest.raises(DrawError, match="busy"):
         asyncio.run(extraction._draw(lane, 0, 1, [1]))
+
+
+# --- The probe before the first sample ---
+
+
+def probing(monkeypatch: pytest.MonkeyPatch, found: Any, kept: Any = None) -> tuple[Any, list[Any]]:
+    """An extraction of rows up to 300 tokens whose server comes to `found`, and what it asked of the probe."""
+    asked: list[Any] = []
+    monkeypatch.setattr(driver.probe, "kept", lambda _server, _tap, longest: asked.append(("kept", longest)) or kept)
+    monkeypatch.setattr(driver.probe, "probe", lambda *_, most: asked.append(("probe", most)) or found)
+    extraction: Any = object.__new__(Extraction)
+    extraction.ledger, extraction.progress = SimpleNamespace(longest=lambda: 300), SimpleNamespace(phase="")
+    extraction.told, extraction.said = [], []
+    extraction.report = lambda _progress: None
+    extraction.say = extraction.said.append
+    extraction.tell = lambda event, **facts: extraction.told.append({"event": event, **facts})
+    return extraction, asked
+
+
+def probed(*failures: str) -> Probed:
+    return Probed(
+        passed=not failures,
+        at=0.0,
+        run="server-1",
+        code="00",
+        pid=1,
+        sglang="0.5.23",
+        model="/m",
+        model_class="LlamaForCausalLM",
+        dtype="bfloat16",
+        ranks=2,
+        layers=Layers([2], [1], [1], [], ""),
+        lengths=[3, 300],
+        tolerance=DENSE,
+        failures=list(failures),
+    )
+
+
+@pytest.mark.parametrize(("device", "most"), [("cuda", None), ("cpu", 300)])
+def test_a_server_is_probed_before_the_first_sample(
+    monkeypatch: pytest.MonkeyPatch, device: str, most: int | None
+) -> None:
+    sound = probed()
+    extraction, asked = probing(monkeypatch, sound)
+    assert extraction._pass_probe(None, None, {"device": device}, None) is sound
+    assert asked == [("kept", 300), ("probe", most)]
+    assert extraction.told == [{"event": "probed", "passed": True, "earlier": False, "lengths": [3, 300], "ranks": 2}]
+
+
+def test_a_server_that_passed_before_is_not_probed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = probed()
+    extraction, asked = probing(monkeypatch, None, kept=sound)
+    assert extraction._pass_probe(None, None, {}, None) is sound
+    assert asked == [("kept", 300)]
+    assert extraction.told[0]["earlier"] is True
+
+
+def test_a_server_that_fails_the_probe_gives_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    extraction, _ = probing(monkeypatch, probed("a", "b", "c", "d", "e"))
+    with pytest.raises(driver.NotSafe) as refused:
+        extraction._pass_probe(None, None, {}, None)
+    assert str(refused.value) == "the probe failed: a; b; c; and 2 more, which the log and `layertap probe` name"
+    assert extraction.said == [f"probe: {failure}" for failure in "abcde"]
+    assert extraction.told[0]["passed"] is False
