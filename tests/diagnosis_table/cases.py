@@ -87,11 +87,18 @@ SLOW = {"expected": "slow_but_fine", "never": ("hang_suspected", "crashed", "deg
 CASES = [
     Case(
         id="port-taken",
-        cause="the port is taken while the server starts",
+        cause="the port is taken while the server starts: told before it fails",
+        act=listened_on,
+        expected="starting",
+        remedy="port-foreign",
+        short=True,
+    ),
+    Case(
+        id="port-never-got",
+        cause="the same to its end, where the log of SGLang says ready",
         act=listened_on,
         expected="crashed",
         remedy="http-port-in-use",
-        short=True,
     ),
     Case(
         id="missing-shard",

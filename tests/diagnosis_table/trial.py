@@ -21,7 +21,7 @@ from console.session import Session
 
 PLUGIN = Path(__file__).parent / "plugin"
 PROFILE = "embedded-llama"
-START_SECONDS = 300.0  # until a fault that begins later must have begun; a machine may be slow
+START_SECONDS = 600.0  # until a fault that begins later must have begun; a machine may be slow
 GRACE_SECONDS = 90.0  # behind the silence that a phase allows, a hang must be told by then
 LOOK_SECONDS = 0.5
 FINAL_SECONDS = 10.0  # for which a server that has ended may be told in other words
@@ -59,7 +59,7 @@ class Case:
     @property
     def alone(self) -> bool:
         """Whether another server beside it could disturb it: what goes by silence and CPU."""
-        return self.expected not in ("crashed", "unknown")
+        return self.expected not in ("crashed", "starting")
 
 
 class Outcome(msgspec.Struct, kw_only=True):
@@ -181,9 +181,9 @@ class Trial:
             if time.time() - self.ended > FINAL_SECONDS:
                 self._say(now, seconds, False, "it is told otherwise")
                 return True
-        if seconds - self.busy > self.budget + GRACE_SECONDS + (
-            START_SECONDS if not self.case.fault and not self.case.act else 0
-        ):
+        # What lies in the launch itself shows once the start has come that far.
+        starts = START_SECONDS if self.case.when is None and not self.case.fault else 0.0
+        if seconds - self.busy > self.budget + GRACE_SECONDS + starts:
             self._say(now, seconds, False, "the stacks do not say it" if told else "time is up")
             return True
         return False

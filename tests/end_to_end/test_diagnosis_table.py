@@ -21,8 +21,9 @@ def wrong(*options: str, seconds: float) -> list[str]:
     return [json.dumps(line, indent=1) for line in table if line["right"] is False]
 
 
+@pytest.mark.timeout(1000)
 def test_what_is_told_at_once() -> None:
-    assert wrong("--short", seconds=550) == []
+    assert wrong("--short", seconds=950) == []
 
 
 @pytest.mark.slow

@@ -113,6 +113,7 @@ def start(asked: argparse.Namespace, all_runs: runs.Runs, folder: Path) -> runs.
         home.mkdir()
         env |= {"HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache")}
     args: dict[str, Any] = dict(word.split("=", 1) if "=" in word else (word, True) for word in asked.set)
+    args = {name: {"true": True, "false": False}.get(value, value) for name, value in args.items()}
     version = importlib.metadata.version("sglang")
     merged = sglang.resolve(
         asked.profile,
