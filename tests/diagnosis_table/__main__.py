@@ -23,7 +23,7 @@ import msgspec
 from console.config import Config
 from console.hosts import LOCAL, open_session
 from tests.diagnosis_table.cases import CASES
-from tests.diagnosis_table.trial import Case, Outcome, Trial, profile
+from tests.diagnosis_table.trial import LEAVING, Case, Outcome, Trial, profile
 
 PATIENCE = 0.1
 SIDE_BY_SIDE = 2
@@ -81,7 +81,12 @@ def run(cases: list[Case], folder: Path, patience: float, quiet: bool) -> list[O
         print(row("cause", "expected", "verdict", "seconds", ""), flush=True)
     together = [case for case in cases if not case.alone]
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        outcomes = list(pool.map(one, together))
+        try:
+            outcomes = list(pool.map(one, together))
+        except KeyboardInterrupt:
+            LEAVING.set()
+            pool.shutdown(cancel_futures=True)
+            raise
     return outcomes + [one(case) for case in cases if case.alone]
 
 

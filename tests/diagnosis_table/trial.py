@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ PROFILE = "embedded-llama"
 START_SECONDS = 600.0  # until a fault that begins later must have begun; a machine may be slow
 GRACE_SECONDS = 90.0  # behind the silence that a phase allows, a hang must be told by then
 LOOK_SECONDS = 0.5
+LEAVING = threading.Event()  # set where the table is not to be finished
 FINAL_SECONDS = 10.0  # for which a server that has ended may be told in other words
 
 
@@ -127,7 +129,7 @@ class Trial:
 
     def _follow(self, run_id: str, over: contextlib.ExitStack) -> None:
         launched, acted = time.time(), False
-        while True:
+        while not LEAVING.is_set():
             now = self.session.status(run_id)
             if self.case.act and not acted and self._ripe(now):
                 over.enter_context(self.case.act(now))
