@@ -253,13 +253,13 @@ def conditions(e: Evidence, limits: Limits) -> set[Need]:
         seen.add("bar_moves")
     if not seen.isdisjoint({"compiler", "reads_move", "memory_grows", "bar_moves"}):
         seen.add("works")
-    silent = e.log_silent_s or 0.0
+    silent, starved = e.log_silent_s or 0.0, e.starved
     if failing is not None:
         seen.add("health_fails")
-        silent, allowed = failing, limits.health
+        silent, allowed, starved = failing, limits.health, activity.starved if activity else 1.0
     elif e.ready_seen:
         silent = 0.0  # nothing to do is nothing to say
-    if silent > allowed * e.starved or ("gpus_spin" in seen and silent > limits.spin):
+    if silent > allowed * starved or ("gpus_spin" in seen and silent > limits.spin):
         seen.add("silent")
     waits = e.batch is not None and e.batch.queue > 0 and e.batch.running == 0
     if waits and (e.batch_s or 0.0) > limits.queue:

@@ -35,10 +35,10 @@ class Case:
 
     `expected` is the verdict, `remedy` the id of the signature that must speak. `fault` is the plugin's word; what
     else is done to the server, `act` does, once the server is in phase `when`. A hang is told within `GRACE_SECONDS`
-    behind the silence that phase `budget` allows, anything else within `GRACE_SECONDS`; while the host is so busy that
-    the server gets a part of the CPU that it wants, this time does not pass. `around` stands before the
-    launch and after the stop. No verdict in `never` may be
-    given on the way, once the fault has begun. `stacks` must stand in the summary of the stacks that are read then.
+    behind the silence that phase `budget` allows, anything else within `GRACE_SECONDS`; this time does not pass while
+    the host is so busy that the server gets only a part of the CPU that it wants. `around` is entered before the launch
+    and left after the stop. No verdict in `never` may be given on the way, once the fault has begun. `stacks` must
+    stand in the stacks that are read then.
     """
 
     id: str

@@ -193,6 +193,9 @@ TABLE = {
     "no answer, and every GPU spins": (
         up(**SICK, health_failing_s=65, activity=SPIN, ranks=ranks(100.0)), "hang_suspected", "collective-spin"
     ),
+    "no answer for long, on a host that is too busy": (
+        up(health=None, health_failing_s=70, ranks=ranks(50.0), activity=activity(starved=2.0)), "degraded", "overloaded"
+    ),
     "the tokenizer": (
         up(**SICK, launcher=Rank("python", 1, 100.0, "running")), "hang_suspected", "tokenizer-cpu"
     ),

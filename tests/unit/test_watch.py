@@ -23,6 +23,7 @@ from backends import health, processes, runs, watch
 from backends.diagnose import SILENCE, Limits
 from backends.gpus import Gpu, GpuProcess, Xid
 from backends.health import Health
+from backends.observation import Standing
 from backends.runs import Run, stop
 from backends.watch import ServerWatch
 from capture import dump
@@ -239,6 +240,18 @@ def test_a_start_that_stands(server: Server) -> None:
     now = suspected(ServerWatch(loading(server("silent")), limits=LIMITS), 3.0)
     assert "start-spins" not in now["verdict"]["findings"]
     assert now["verdict"]["cause"] == "loading the weights stands still: nothing is read, and nothing is logged"
+
+
+def test_where_the_ranks_stand_is_evidence_until_the_log_goes_on(server: Server) -> None:
+    run = loading(server("silent"))
+    seen = ServerWatch(run, limits=LIMITS)
+    suspected(seen, 3.0)
+    seen.standing = Standing(time.time(), ["scheduler_TP1 stands in all_reduce (x.py)"], apart=True)
+    now = seen.look()
+    assert "ranks-apart" in now["verdict"]["findings"]
+    assert "stacks: scheduler_TP1 stands in all_reduce (x.py)" in now["verdict"]["evidence"]
+    write(run, f"[{stamp()}] Load weight end. elapsed=1.00 s, type=X, avail mem=1.00 GB, mem usage=1.00 GB.\n")
+    until(lambda: not any("stacks: " in line for line in seen.look()["verdict"]["evidence"]))
 
 
 def test_a_start_that_was_stopped(server: Server) -> None:
