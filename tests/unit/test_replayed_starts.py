@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -24,14 +25,32 @@ def test_there_are_records_of_one_rank_and_of_two() -> None:
     assert ranks >= {1, 2}
 
 
+def knows_who_starves(path: Path) -> bool:
+    """Whether a record says how long processes waited for a core, without which it tells nothing of a busier host."""
+    return any(one.starved_percent is not None for one in last_seen(path).processes)
+
+
 @pytest.mark.parametrize("pace", PACES, ids=lambda pace: f"{pace.seed}-x{pace.stretch:g}")
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
 def test_a_healthy_start_raises_nothing(path: Path, pace: Pace) -> None:
+    if pace.stretch > 1 and not knows_who_starves(path):
+        pace = replace(pace, stretch=1.0)
     told = list(replay(*read(path), pace))
     for one in told:
         not_known_yet = one.verdict.verdict == "unknown" and "not known yet" in (one.verdict.cause or "")
         assert one.verdict.verdict in FINE or not_known_yet, one
     assert told[-1].verdict.verdict == "healthy"
+
+
+def test_a_cold_start_on_two_gpus_is_slow_while_kernels_are_compiled_and_else_just_starting() -> None:
+    """SGLang 0.5.16 on two H200s, TP=2, with no kernel in any cache: nothing is logged for minutes."""
+    (path,) = (path for path in RECORDS if "2xh200-cold" in path.name)
+    told = list(replay(*read(path), Pace()))
+    verdicts = [one.verdict.verdict for one in told]
+    compiling = [one for one in told if one.verdict.verdict == "slow_but_fine"]
+    assert {one.verdict.findings[0] for one in compiling} == {"jit-compile"}
+    assert compiling[-1].seconds - compiling[0].seconds > 30
+    assert verdicts.index("healthy") > verdicts.index("slow_but_fine")
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
