@@ -60,6 +60,7 @@ def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: i
             refuse_beside(runs)
         job["payload"] = str(payload)
         details = {"profile": job["launch"]["profile"], "model": job["launch"]["model"]}
+        details |= {key: job[key] for key in ("only", "given")}
 
     def prepare(run: Run) -> dict[str, str]:
         write_json(run.folder / "job.json", job)
@@ -139,9 +140,14 @@ def refuse_second(runs: Runs, output: str) -> None:
 def refuse_beside(runs: Runs) -> None:
     """Raise Locked where a server of ours holds the GPUs that are to be measured, or where they are being measured."""
     for run in runs.all():
-        on_gpus = run.spec.kind == "server" and not str(run.spec.details.get("profile")).startswith("embedded-")
-        if (on_gpus or run.spec.kind in ("doctor", "tune")) and run.alive():
+        if (run.spec.kind == "doctor" or on_gpus(run)) and run.alive():
             raise Locked(f"{run.id} uses the GPUs; `layertap stop {run.id}`, and measure then")
+
+
+def on_gpus(run: Run) -> bool:
+    """Whether it is a server that uses GPUs, or launches such servers."""
+    embedded = str(run.spec.details.get("profile")).startswith("embedded-")
+    return run.spec.kind in ("server", "tune") and not embedded
 
 
 def describe(server: Run) -> Server:

@@ -75,6 +75,9 @@ def launch(all_runs: Runs, payload: Path, asked: Launching, version: str | None)
     for run in all_runs.all("server"):
         if run.spec.port == asked.port and run.alive():
             raise Locked(f"a server of ours runs on port {asked.port} already: {run.id}")
+    for run in all_runs.all("tune"):
+        if not asked.embedded and run.id != asked.details.get("tune") and run.alive():
+            raise Locked(f"{run.id} measures servers on this host's GPUs; wait for it, or `layertap stop {run.id}`")
     if not port_free(asked.port):
         raise Locked(f"port {asked.port} is taken by a process that is not ours; stop it or choose another --port")
     model = model_folder(asked.model)

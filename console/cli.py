@@ -270,16 +270,18 @@ def tune(
         if write:
             tuned.refuse_taken(name, session.profiles)
         if run is None:
+            overrides = settings.overrides()
+            merged = session.plan_launch(profile, model, DEFAULT_PORT, overrides)
+            said = tuned.given(model, layers.given(), overrides)
+            chosen = [word.strip() for word in only.split(",")] if only else []
+            same = {"profile": profile, "model": merged.model, "only": chosen, "given": said}
             alive = [one for one in session.host.request("all", kind="tune") if going_on(one)]
-            found = next((one for one in alive if one["details"]["profile"] == profile), None)
+            found = next((one for one in alive if one["details"] == same), None)
             if found:
                 headless.say(f"attached to {found['id']}, which tunes {profile} already")
             else:
-                overrides = settings.overrides()
-                merged = session.plan_launch(profile, model, DEFAULT_PORT, overrides)
                 choice = layer_choice(layers.given(), merged.layers)
-                said = {"model": model, "layers": layers.given(), **_plain(overrides)}
-                found = session.tune(merged, choice, only.split(",") if only else [], seconds, timeout, said)
+                found = session.tune(merged, choice, chosen, seconds, timeout, said)
                 headless.say(f"started {found['id']}; its log is {found['log']}")
         try:
             ended = headless.follow_job(session, found["id"], words.tuning)
@@ -830,10 +832,6 @@ def _session(common: Common) -> Iterator[Session]:
 
 def _formats(asked: str | None, session: Session) -> list[str]:
     return asked.split(",") if asked else list(session.defaults.format)
-
-
-def _plain(overrides: Overrides) -> dict[str, Any]:
-    return {"args": overrides.args, "env": overrides.env, "tap": overrides.tap}
 
 
 def _row_options(options: RowOptions, session: Session) -> dict[str, Any]:

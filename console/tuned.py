@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from backends.errors import UsageError
-from backends.sglang import COMMAND_LINE, Profile, is_secret, load_profiles
+from backends.sglang import COMMAND_LINE, Overrides, Profile, is_secret, load_profiles
+
+
+def given(model: str | None, layers: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
+    """What was said beside the profile, without secrets: what the profile that comes of it says as well."""
+    said = {"args": overrides.args, "env": overrides.env, "tap": overrides.tap}
+    shown = {kind: {name: one for name, one in values.items() if not is_secret(name)} for kind, values in said.items()}
+    return {"model": model, "layers": layers, **shown}
 
 
 def shown(result: dict[str, Any], name: str) -> dict[str, Any]:
@@ -52,7 +59,7 @@ def write(path: Path, name: str, text: str) -> None:
 
 def profile_toml(result: dict[str, Any], name: str) -> str:
     """The `[profile.NAME]` that extends the one that was tuned by what made it faster."""
-    given, day = result["given"], time.strftime("%Y-%m-%d", time.localtime(result["at"]))
+    said, day = result["given"], time.strftime("%Y-%m-%d", time.localtime(result["at"]))
     best = next(one for one in result["trials"] if one["name"] == result["best"])
     speed = f"{best['tokens_per_second']:,.0f}"
     if best["ceiling"]:
@@ -61,18 +68,14 @@ def profile_toml(result: dict[str, Any], name: str) -> str:
         speed = f"{speed} tokens/s"
     summary = f"{result['profile']}, tuned on {day}: {speed}"
     lines = [f"[profile.{name}]", f"extends = {_toml(result['profile'])}", f"summary = {_toml(summary)}"]
-    if given.get("model"):
-        lines.append(f"model = {_toml(given['model'])}")
-    if given.get("layers"):
-        lines.append(f"layers = {_toml(given['layers'])}")
+    if said["model"]:
+        lines.append(f"model = {_toml(said['model'])}")
+    if said["layers"]:
+        lines.append(f"layers = {_toml(said['layers'])}")
     if match := _match(result["situation"]):
         lines.append(f"match = {_toml(match)}")
     for kind in ("args", "env", "tap"):
-        settings = {
-            key: {"value": value, "why": f"{COMMAND_LINE} of tune"}
-            for key, value in given.get(kind, {}).items()
-            if not is_secret(key)
-        }
+        settings = {key: {"value": value, "why": f"{COMMAND_LINE} of tune"} for key, value in said[kind].items()}
         settings |= {
             one["name"]: {"value": one["value"], "why": _why(one, day)}
             for one in result["changes"]

@@ -31,6 +31,7 @@ NARRATED = ("tried", "relaunch", "relaunched", "relaunch_failed", "trouble", "tr
 SAMPLE_SIGNS = {"pending": "·", "sent": "~", "written": "+", "failed": "!"}
 CHECK_SIGNS = {"pass": "+", "warn": "?", "fail": "!", "unknown": "-"}
 TOKENS_SHOWN = 40
+CHANGES_SHOWN = 48  # characters
 ODD_SHOWN = 5
 SIGNS = {
     "healthy": "+",
@@ -687,8 +688,9 @@ def tuned(made: dict[str, Any]) -> Iterator[str]:
 
 
 def _changed(trial: dict[str, Any]) -> str:
-    """What a variant changes, and of what: the profile itself goes without saying."""
-    return " ".join(trial["changes"]) or "-"
+    """What a variant changes, in as much room as a table has."""
+    text = " ".join(trial["changes"]) or "-"
+    return text if len(text) <= CHANGES_SHOWN else f"{text[: CHANGES_SHOWN - 2]} …"
 
 
 def doctor(report: dict[str, Any]) -> Iterator[str]:

@@ -31,7 +31,7 @@ from backends.sglang import Launch, Value
 from backends.situation import Situation, read_situation
 from backends.tune import load
 from backends.tune.servers import stop_servers
-from backends.tune.variants import STAGES, Variant, choose, device, ranks
+from backends.tune.variants import STAGES, Variant, argument, choose, device, ranks
 from backends.watch import ServerWatch, earlier_start, settled
 from capture import code_hash, draw, dump, gate, job
 from capture.layers import LayerChoice
@@ -150,6 +150,7 @@ class Tuner:
         self.model = model_folder(asked.launch.model)
         self.situation = read_situation(Path(self.model))
         self.variants = choose(asked.only, self.situation, asked.launch)
+        self.vocabulary = load.vocabulary(self.model, bool(argument(asked.launch, "trust-remote-code")))
         self.prompts: list[list[int]] = []
         self.reduced: dict[tuple[tuple[str, str], ...], Reduced] = {}  # by settings of NCCL
         self.made = Tuned(
@@ -308,17 +309,16 @@ class Tuner:
     def _size_load(self, trial: Trial, server: Server, tap: dump.TapState, info: Mapping[str, Any]) -> None:
         """Choose the prompts of all rounds: enough to fill the largest forwards, and for as long as was asked for."""
         self._show(trial, "sizing the load")
-        known = load.vocabulary(server.model, server.trust_remote_code)
         sizes = [info.get("max_prefill_tokens"), *(variant.args.get(PREFILL) for variant in self.variants)]
         largest = max(int(str(size)) for size in sizes if size)
         room = tap.dump_bytes // tap.bytes_per_token
         limits = [load.LONGEST, gate.longest_prompt(dict(info)), info.get("max_total_num_tokens"), room]
         longest = min(int(limit) for limit in limits if limit)
-        first = load.make_prompts(known, longest, 2 * largest)
+        first = load.make_prompts(self.vocabulary, longest, 2 * largest)
         load.prefill(server, tap, first, FIRST_SECONDS)
         rate = load.prefill(server, tap, first, ROUND_SECONDS)
         tokens = max(FORWARDS * largest, round(rate * self.asked.round_seconds))
-        self.prompts = load.make_prompts(known, longest, tokens)
+        self.prompts = load.make_prompts(self.vocabulary, longest, tokens)
         self.made.load = {
             "prompts": len(self.prompts),
             "tokens": sum(map(len, self.prompts)),

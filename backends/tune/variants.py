@@ -108,11 +108,16 @@ def _names(variants: Collection[Variant]) -> str:
     return ", ".join(variant.name for variant in variants)
 
 
+def argument(launch: Launch, name: str) -> Value:
+    """An argument's value, None where it is not there."""
+    return next((line.value for line in launch.args if line.name == name), None)
+
+
 def device(launch: Launch) -> str:
     """What the server runs on: "cuda" or "cpu"."""
-    return str(next((line.value for line in launch.args if line.name == "device"), "cuda"))
+    return str(argument(launch, "device") or "cuda")
 
 
 def ranks(launch: Launch) -> int:
     """The tensor-parallel ranks."""
-    return int(str(next((line.value for line in launch.args if line.name == "tp-size"), 1)))
+    return int(str(argument(launch, "tp-size") or 1))

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,10 +29,10 @@ def tune(engines: Engines) -> Iterator[Tune]:
     """Starts a tuning run; it is stopped, with its server, when the test is over."""
     started = []
 
-    def tuning(args: dict[str, Any] | None = None, **asked: Any) -> runs.Run:
+    def tuning(args: dict[str, Any] | None = None, model: str | None = None, **asked: Any) -> runs.Run:
         overrides = sglang.Overrides(args=args or {})
         merged = sglang.resolve(
-            "embedded-llama", sglang.load_profiles(), version=SGLANG, model=None, port=1, overrides=overrides
+            "embedded-llama", sglang.load_profiles(), version=SGLANG, model=model, port=1, overrides=overrides
         )
         job = TuneJob(payload="", launch=merged, layers=LayerChoice(outputs=[1, 3, 4]), round_seconds=0.5, **asked)
         run = start_job(engines.runs, engines.payload, "tune", msgspec.to_builtins(job), None)
@@ -134,6 +135,17 @@ def test_a_variant_that_there_is_not_is_named(engines: Engines, tune: Tune) -> N
     assert json.loads((run.folder / "result.json").read_bytes())["error"] == (
         "no variant or stage is called 'prefill-3k'; here there are prefill-1k, prefill-2k, prefill-4k, overlap"
     )
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_anything_starts(
+    engines: Engines, tune: Tune, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    run = tune(model=str(tmp_path))
+    until(lambda: run.exit)
+    assert run.exit is not None and run.exit.code == 2
+    assert str(tmp_path) in json.loads((run.folder / "result.json").read_bytes())["error"]
+    assert servers(engines, run) == []
 
 
 def until(true: Callable[[], Any]) -> None:

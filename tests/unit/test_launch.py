@@ -63,6 +63,13 @@ def test_a_port_that_a_server_of_ours_holds(refused: Callable[..., str], server:
     assert refused(Locked, port=port) == f"a server of ours runs on port {port} already: {first.id}"
 
 
+def test_gpus_that_are_being_tuned_on(refused: Callable[..., str], start: Callable[..., Run]) -> None:
+    run = start("tune")
+    assert refused(Locked) == (
+        f"{run.id} measures servers on this host's GPUs; wait for it, or `layertap stop {run.id}`"
+    )
+
+
 def test_a_model_that_is_not_there(refused: Callable[..., str], home: Path) -> None:
     assert refused(UsageError, model="~/none") == (
         f"model {home}/none: no config.json there; give the folder of a downloaded model on the host"

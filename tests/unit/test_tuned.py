@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from backends.errors import UsageError
-from backends.sglang import load_profiles, resolve
+from backends.sglang import Overrides, load_profiles, resolve
 from console import tuned, words
 
 AT = time.mktime((2026, 11, 30, 12, 0, 0, 0, 0, -1))
@@ -117,15 +117,14 @@ def test_the_profile_launches_what_was_fastest() -> None:
 
 
 def test_what_was_said_beside_the_profile_is_in_it_and_no_secret() -> None:
-    given = {
-        "model": None,
-        "layers": {},
-        "args": {"tp-size": "4", "api-key": "sk-1", "trust-remote-code": True, "odd.name": 'say "x" \\ y'},
-        "env": {"HF_TOKEN": "hf_2"},
-        "tap": {"memory": "48 GiB", "writers": 6},
-    }
-    text = tuned.profile_toml(result(given=given), "fast")
-    assert "sk-1" not in text and "hf_2" not in text
+    overrides = Overrides(
+        args={"tp-size": "4", "api-key": "sk-1", "trust-remote-code": True, "odd.name": 'say "x" \\ y'},
+        env={"HF_TOKEN": "hf_2"},
+        tap={"memory": "48 GiB", "writers": 6},
+    )
+    said = tuned.given(None, {}, overrides)
+    assert "sk-1" not in str(said) and "hf_2" not in str(said)
+    text = tuned.profile_toml(result(given=said), "fast")
     table = tomllib.loads(text)["profile"]["fast"]
     assert table["args"]["odd.name"]["value"] == 'say "x" \\ y'
     assert table["args"]["trust-remote-code"]["value"] is True

@@ -48,6 +48,7 @@ Tuning = Callable[..., Scripted]
 def tuning(all_runs: Runs, home: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Tuning:
     monkeypatch.chdir(home)
     monkeypatch.setattr(job, "read_situation", lambda _: PRO_6000)
+    monkeypatch.setattr(job.load, "vocabulary", lambda _model, _trusted: [1, 2, 3])
     monkeypatch.setattr(variants.importlib.util, "find_spec", lambda _: object())  # type: ignore[attr-defined]
 
     def made(speeds: dict[str, Any], *only: str, **args: Any) -> Scripted:
