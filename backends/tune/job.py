@@ -276,7 +276,7 @@ class Tuner:
             info, tap = described.info(), dump.read_tap(Path(described.dump_dir))
             refusal = gate.refusal(gate.check(info, tap, gate.Expected(code_hash(), described.model)))
             if refusal or tap is None:
-                raise Failed(f"it is not safe to draw from: {refusal or 'the tap is not in'}")
+                raise Failed(refusal or "the tap is not in")
             if not self.prompts:
                 self._size_load(trial, described, tap, info)
             self._show(trial, "warming up")
