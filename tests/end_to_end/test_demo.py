@@ -31,7 +31,8 @@ def test_both_formats_hold_every_sample(layertap: Layertap, demo: Path) -> None:
     assert manifest["norms"]["final"] == "after the final norm"
     assert manifest["norms"]["last"] == "before the final norm"
     assert manifest["counts"]["written"] == 24
-    assert manifest["probe"] is None
+    assert (manifest["probe"]["passed"], manifest["probe"]["failures"]) == (True, [])
+    assert manifest["probe"]["layers"] == manifest["settings"]["layers"]
     assert "api_key" not in manifest["server"]
 
 
