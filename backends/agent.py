@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from backends import datasets, folders, patience, payloads, runs, stacks
+from backends import bundle, datasets, folders, patience, payloads, runs, stacks
 from backends.alarms import AlarmWatch
 from backends.alarms import Limits as AlarmLimits
 from backends.diagnose import Limits
@@ -274,6 +274,30 @@ class Agent:
         drawn = (run for run in self.runs.all("extract") if run.spec.details.get("output") == path)
         logs = (datasets.log_of_sample(run.id, run.log, number) for run in drawn)
         return [log for log in logs if log.lines]
+
+    def bundle(self, run_id: str | None, extra: dict[str, str]) -> bundle.Bundle:
+        """What a support bundle holds of a run and its server, secrets masked; `extra` are texts of the console's own.
+
+        Without a run it is about the newest server and the newest extraction.
+        """
+        chosen = self._of_bundle(run_id)
+        server = next((run for run in chosen if run.spec.kind == "server"), None)
+        asked: dict[str, Any] = {"overview": self.overview(server.id if server else None)}
+        if server:
+            asked["diagnosis"] = self.status(server.id)
+            try:
+                asked["effective"] = self.gate(server.id)
+            except LayertapError as error:
+                asked["effective"] = {"error": str(error)}
+        return bundle.make(chosen, asked, extra)
+
+    def _of_bundle(self, run_id: str | None) -> list[runs.Run]:
+        if run_id is None:
+            found = (next(iter(self.runs.all(kind)), None) for kind in ("server", "extract"))
+            return [run for run in found if run]
+        run = self.runs.get(run_id)
+        servers = [server for server in self.runs.all("server") if server.id != run.id and draws_from(run, server)]
+        return [*servers, run]
 
     def remove_demo(self, path: str) -> None:
         """Delete the dataset of an earlier demo. Raises UsageError for a folder that holds anything else, Locked."""

@@ -465,6 +465,24 @@ def runs(run: str | None = None, *, common: Common = COMMON) -> int:
 
 
 @app.command
+def bundle(run: str | None = None, *, output: Path | None = None, common: Common = COMMON) -> int:
+    """Gather logs, state, evidence and versions of a run in one file to send to somebody, secrets masked.
+
+    Args:
+        run: id of a run, or its beginning; the newest server and extraction without it.
+        output: the file, a .tar.gz in this folder without it.
+    """
+    from console import headless, words
+    from console.bundle import write
+
+    with _session(common) as session:
+        status = "\n".join(words.snapshot(session.snapshot())) + "\n"
+        path = write(session, {"status.txt": status}, run, output)
+        headless.out({"schema": 1, "path": str(path)}, common.json, lambda made: [made["path"]])
+        return ExitCode.OK
+
+
+@app.command
 def stop(run: str | None = None, *, port: int | None = None, common: Common = COMMON) -> int:
     """Stop a server (with what draws from it) or any run, and prove that nothing is left.
 

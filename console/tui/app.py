@@ -15,7 +15,7 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.theme import BUILTIN_THEMES
 
-from console import themes, words
+from console import bundle, themes, words
 from console.commands import BY_ID, COMMANDS
 from console.config import Config, ConsoleConfig
 from console.feed import Feed
@@ -274,6 +274,17 @@ class Console(App[None], inherit_bindings=False):
         place = names.index(self.theme) + 1 if self.theme in names else 0
         self.theme = names[place % len(names)]
         self.notify(f"theme {self.theme}", markup=False)
+
+    def _do_bundle(self) -> None:
+        picture = {"screen.svg": self.export_screenshot(title="Layertap")}
+
+        async def gathering() -> None:
+            self.notify("gathering a support bundle …", markup=False)
+            path = await self._ask_host(lambda session: bundle.write(session, picture))
+            if path is not None:
+                self.notify(f"written to {path}; masked.json in it lists what was masked", timeout=15, markup=False)
+
+        self.run_worker(gathering())
 
     def _do_screenshot(self) -> None:
         path = Path.cwd() / f"layertap-{time.strftime('%Y%m%d-%H%M%S')}.svg"

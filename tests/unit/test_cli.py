@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -470,6 +471,20 @@ def test_a_launch_that_hangs_is_followed_to_its_end(
     assert (
         "  ? hang suspected: loading the weights stands still: nothing is read, and nothing is logged\n" in ran.stderr
     )
+
+
+def test_a_support_bundle(server: Callable[..., Run], layertap: Callable[..., Ran], home: Path) -> None:
+    run = server(env={"FAKE": "", "MY_SERVICE_TOKEN": "sesame-open-1"})
+    done = layertap("bundle", "--output", home / "b.tar.gz", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"schema": 1, "path": f"{home}/b.tar.gz"}
+    with tarfile.open(home / "b.tar.gz") as tar:
+        files = {name.partition("/")[2]: tar.extractfile(name).read() for name in tar.getnames()}
+    assert f"server {run.id}" in files["status.txt"].decode()
+    assert not any(b"sesame-open-1" in data for data in files.values())
+    refused = layertap("bundle", "no-such-run")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "no run begins with 'no-such-run'" in refused.stderr
 
 
 def test_stacks_without_py_spy(server: Callable[..., Run], layertap: Callable[..., Ran], home: Path) -> None:
