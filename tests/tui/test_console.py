@@ -104,7 +104,7 @@ async def test_a_command_from_the_palette() -> None:
 
 async def test_help_has_every_command_and_the_keys_of_the_screen() -> None:
     app = console()
-    async with app.run_test(size=(120, 70), notifications=True) as pilot:
+    async with app.run_test(size=(120, 80), notifications=True) as pilot:
         await pilot.press("l", "question_mark")
         for command in COMMANDS:
             await until_shown(pilot, command.help)
