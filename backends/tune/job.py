@@ -195,7 +195,7 @@ class Tuner:
                 tried.append(self._try(trial, variant.applied(base.launch), variant))
         finally:
             best = max((one for one in tried if not one.trial.risk), key=lambda one: one.speed)
-            if best.speed < base.speed * LEAST_GAIN:
+            if not gains(best.trial, base.speed):
                 best = base
             if best.variant and best is not base:
                 self._keep(best, changes(best.variant, best.speed, base.speed or None))
@@ -343,6 +343,11 @@ class Tuner:
     def _show(self, trial: Trial, phase: str) -> None:
         """Renew progress.json."""
         job.report({"schema": 1, "trial": trial.name, "number": len(self.made.trials), "phase": phase})
+
+
+def gains(trial: Trial, before: float) -> bool:
+    """Whether a trial is faster than `before` tokens/s, in every round and by more than noise."""
+    return (trial.tokens_per_second or 0.0) >= before * LEAST_GAIN and min(trial.rounds, default=0.0) > before
 
 
 def changes(variant: Variant, after: float, before: float | None) -> list[Change]:

@@ -16,7 +16,7 @@ from engines import SGLANG, Engines
 
 from backends import runs, sglang
 from backends.jobs import start_job
-from backends.tune.job import Tuned, TuneJob
+from backends.tune.job import Tuned, TuneJob, gains
 from backends.tune.servers import stop_tuning
 from capture import events
 from capture.layers import LayerChoice
@@ -86,7 +86,8 @@ def test_a_variant_is_measured_beside_the_profile(engines: Engines, tune: Tune) 
     first, second = reversed(servers(engines, run))
     assert first.exit is not None and first.exit.at < second.spec.created
     assert made.load["tokens"] >= 4 * 1024 and made.load["longest"] <= 2048
-    faster = variant.tokens_per_second > 1.01 * profile.tokens_per_second  # type: ignore[operator]
+    assert profile.tokens_per_second is not None
+    faster = gains(variant, profile.tokens_per_second)
     assert made.best == ("prefill-1k" if faster else "embedded-llama")
     assert [change.name for change in made.changes] == (["max-prefill-tokens"] if faster else [])
     assert live(engines, run) == []
