@@ -180,7 +180,8 @@ class Tuner:
 
     def _try_stage(self, base: Tried, variants: list[Variant]) -> Tried:
         """Try variants on top of `base`; returns the fastest of them where it gains enough, else `base`."""
-        tried = [base]
+        faster: list[Tried] = []
+        best = base
         try:
             for variant in variants:
                 if variant.changes_nothing(base.launch, base.effective):
@@ -192,12 +193,13 @@ class Tuner:
                     changes=variant.words(),
                     risk=variant.risk,
                 )
-                tried.append(self._try(trial, variant.applied(base.launch), variant))
+                tried = self._try(trial, variant.applied(base.launch), variant)
+                if gains(trial, base.speed) and not variant.risk:
+                    faster.append(tried)
         finally:
-            best = max((one for one in tried if not one.trial.risk), key=lambda one: one.speed)
-            if not gains(best.trial, base.speed):
-                best = base
-            if best.variant and best is not base:
+            if faster:
+                best = max(faster, key=lambda one: one.speed)
+                assert best.variant is not None
                 self._keep(best, changes(best.variant, best.speed, base.speed or None))
         return best
 
@@ -219,7 +221,8 @@ class Tuner:
         except Failed as error:
             trial.failure = str(error)
         except KeyboardInterrupt:
-            trial.failure = trial.failure or "it was stopped"
+            if trial.tokens_per_second is None:
+                trial.failure = "it was stopped"
             raise
         outcome = f"{trial.tokens_per_second:,.0f} tokens/s" if trial.tokens_per_second else trial.failure
         job.tell("tried", variant=trial.name, outcome=outcome)
@@ -243,8 +246,8 @@ class Tuner:
             with uninterrupted():  # an impatient second Ctrl+C must leave no server behind
                 self._show(trial, "stopping")
                 left = stop_servers(self.runs, self.run, f"the trial {trial.name} is over")
-            if left:
-                raise LeftBehind("; ".join(left))
+                if left:
+                    raise LeftBehind("; ".join(left))
 
     def _wait_ready(self, trial: Trial, server: Run) -> None:
         """Wait until a server can be drawn from. Raises Failed."""

@@ -97,6 +97,9 @@ def test_a_gain_that_may_be_noise_changes_nothing(tuning: Tuning) -> None:
     unsteady.slowest = {"prefill-4k": 99.0}
     code, made = unsteady.tune()
     assert (code, made.best, made.changes) == (0, "base", [])
+    unsteady = tuning({"base": 100.0, "prefill-4k": 120.0, "prefill-16k": 110.0}, "prefill")
+    unsteady.slowest = {"prefill-4k": 99.0}
+    assert unsteady.tune()[1].best == "prefill-16k"
 
 
 def test_what_is_risky_is_measured_and_left_out(tuning: Tuning) -> None:
@@ -191,6 +194,10 @@ def test_ctrl_c_waits_for_what_must_not_be_interrupted() -> None:
         signal.raise_signal(signal.SIGINT)
         done.append(True)
     assert done == [True] and signal.getsignal(signal.SIGINT) is before
+    with pytest.raises(LeftBehind), uninterrupted():  # which weighs more
+        signal.raise_signal(signal.SIGINT)
+        raise LeftBehind("GPU memory")
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_progress_says_what_is_tried(tuning: Tuning, home: Path) -> None:
