@@ -18,6 +18,7 @@ MOST_STARVED = 20.0  # times; what gets even less may as well hang
 SHORTEST = 1.0  # over which a rate says something
 COMPILER_PERCENT = 5.0  # CPU of a compiler that works; below, it waits like everybody
 READS = 1e6  # bytes/s: less is noise
+WRITES = 1 << 16  # bytes in the time looked back: a compiled kernel takes more, a metric's page less
 GROWTH = 4e6  # bytes/s of memory
 BUSY = 95  # percent of a GPU
 IDLE = 5
@@ -30,10 +31,10 @@ class Activity(msgspec.Struct):
 
     `compilers` are the titles of those that used CPU. `cpu_percent` is the mean use of one core by pid, `waiting` the
     processes that stood in disk sleep all the time, `running` those that ran or wanted to, however little of a core a
-    busy host gave them, `starved` how many times as long as on an idle host what they do takes, `stopped_s` how long
-    one has been stopped. `gpus_spin`: every GPU of the server was busy throughout the last `gpu_seconds` with the power
-    of an idle one, and its memory did not grow; `gpus_work`: some GPU was used, `gpus_draw`: with the power of a real
-    load. `idle_gpu` is the only idle one among busy ones.
+    busy host gave them, `starved` how many times as long as on an idle host what they do takes, `written_s` how long
+    ago a rank wrote files, `stopped_s` how long one has been stopped. `gpus_spin`: every GPU of the server was busy
+    throughout the last `gpu_seconds` with the power of an idle one, and its memory did not grow; `gpus_work`: some GPU
+    was used, `gpus_draw`: with the power of a real load. `idle_gpu` is the only idle one among busy ones.
     """
 
     seconds: float
@@ -44,6 +45,7 @@ class Activity(msgspec.Struct):
     waiting: list[int] = []
     running: list[int] = []
     starved: float = 1.0
+    written_s: float | None = None
     stopped_s: dict[int, float] = {}
     gpu_seconds: float = 0.0
     gpus_spin: bool = False
@@ -92,9 +94,19 @@ class ActivityWatch:
         self._clock = clock
         self._looks: deque[_Look] = deque()
         self._stopped: dict[int, float] = {}  # since when, by pid
+        self._wrote: float | None = None
 
-    def look(self, processes: Sequence[ProcessSample], gpus: Sequence[Gpu], ours: Collection[int]) -> Activity:
-        """Take in what is seen now. `ours`: the server's own processes, without compilers and other helpers."""
+    def look(
+        self,
+        processes: Sequence[ProcessSample],
+        gpus: Sequence[Gpu],
+        ours: Collection[int],
+        ranks: Collection[int] = (),
+    ) -> Activity:
+        """Take in what is seen now. `ours`: the server's own processes, without compilers and other helpers.
+
+        `ranks` are those of them that write no log: the launcher logs each answer to /health.
+        """
         now = self._clock()
         self._looks.append(_Look(now, {process.pid: process for process in processes}, list(gpus)))
         while len(self._looks) > 2 and self._looks[1].at <= now - SECONDS:
@@ -111,6 +123,7 @@ class ActivityWatch:
             activity.memory_bytes_per_second = grown / seconds
         activity.cpu_percent = self._cpu(ours)
         activity.starved = self._times_starved(ours)
+        activity.written_s = self._since_written(first, last, ranks)
         activity.waiting = [pid for pid in both if self._always("disk-sleep", pid)]
         if len(self._looks) >= FEW:
             activity.running = [pid for pid in both if self._always("running", pid)]
@@ -138,6 +151,14 @@ class ActivityWatch:
             if known:
                 found[pid] = sum(known) / len(known)
         return found
+
+    def _since_written(self, first: _Look, last: _Look, ranks: Collection[int]) -> float | None:
+        for pid in ranks:
+            if pid in first.processes and pid in last.processes:
+                before, after = first.processes[pid].write_bytes, last.processes[pid].write_bytes
+                if before is not None and after is not None and after - before >= WRITES:
+                    self._wrote = last.at
+        return None if self._wrote is None else last.at - self._wrote
 
     def _times_starved(self, pids: Collection[int]) -> float:
         """Of those that use a core or want one, the one that gets least of it."""

@@ -29,6 +29,7 @@ Need = Literal[
     "bar_moves",  # the log's progress bar counts up
     "reads_move",  # bytes are read from files
     "reads_flat",
+    "writes_files",  # a rank wrote files a moment ago
     "weights_missing",  # not all weights are loaded yet
     "memory_grows",  # the ranks' memory grows
     "ranks_busy",  # a rank uses most of a core

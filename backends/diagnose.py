@@ -251,7 +251,9 @@ def conditions(e: Evidence, limits: Limits) -> set[Need]:
         seen.add("weights_missing")
     if e.detail_s is not None and e.detail_s <= limits.bar:
         seen.add("bar_moves")
-    if not seen.isdisjoint({"compiler", "reads_move", "memory_grows", "bar_moves"}):
+    if activity is not None and activity.written_s is not None and activity.written_s <= limits.bar:
+        seen.add("writes_files")
+    if not seen.isdisjoint({"compiler", "reads_move", "memory_grows", "bar_moves", "writes_files"}):
         seen.add("works")
     silent, starved = e.log_silent_s or 0.0, e.starved
     if failing is not None:

@@ -121,7 +121,8 @@ class Follower:
         current = startup.current
         ours = [one for one in seen.processes if one.title.startswith(TITLED) and one.state not in ENDED]
         launcher = [one for one in seen.processes if one.pid == seen.launcher]
-        activity = self._activity.look(seen.processes, seen.gpus, [one.pid for one in [*ours, *launcher]])
+        ranks = [one.pid for one in ours]
+        activity = self._activity.look(seen.processes, seen.gpus, [*ranks, *(one.pid for one in launcher)], ranks)
         health, failing = self._health(seen.health)
         tap, silent = seen.tap, self._silent(seen)
         standing = seen.standing if seen.standing and seen.standing.at > (self._said or 0.0) else None

@@ -60,7 +60,8 @@ class ProcessSample(msgspec.Struct):
     `title` holds no arguments, which may be secrets. `cpu_percent` is of one core, since the look before, and
     `starved_percent` the time that its main thread was ready to run and got no core; `state` psutil's word;
     `read_bytes` what it read since it began, by whichever way counts most: from disks, by read(2), which is all that
-    some network file systems count, or by page faults of mapped files. None for another user's process.
+    some network file systems count, or by page faults of mapped files, and `write_bytes` what it wrote to files of
+    disks. Both are None for another user's process.
     """
 
     pid: int
@@ -71,6 +72,7 @@ class ProcessSample(msgspec.Struct):
     read_bytes: int | None
     compiler: bool
     starved_percent: float | None = None
+    write_bytes: int | None = None
 
 
 class Stat(NamedTuple):
@@ -165,6 +167,7 @@ class _Member:
         except OSError:
             return None
         ticks = self._cpu.of(stat.cpu, now)
+        read, written = _read_and_written(self._pid, stat.faults)
         waited = _waited(self._pid)
         starved = None if waited is None else self._starved.of(waited, now)
         return ProcessSample(
@@ -173,9 +176,10 @@ class _Member:
             cpu_percent=None if ticks is None else round(100 * ticks / TICKS, 1),
             state=stat.state,
             rss_bytes=stat.rss_bytes,
-            read_bytes=_read_bytes(self._pid, stat.faults),
+            read_bytes=read,
             compiler=self._compiler,
             starved_percent=None if starved is None else round(100 * starved, 1),
+            write_bytes=written,
         )
 
 
@@ -229,13 +233,13 @@ def title(argv: list[str], name: str) -> str:
     return program
 
 
-def _read_bytes(pid: int, faults: int) -> int | None:
+def _read_and_written(pid: int, faults: int) -> tuple[int | None, int | None]:
     try:
         text = _read(f"/proc/{pid}/io")
     except OSError:
-        return None
+        return None, None
     counts = dict(line.split(b": ") for line in text.splitlines())
-    return max(int(counts[b"read_bytes"]), int(counts[b"rchar"]), faults * PAGE)
+    return max(int(counts[b"read_bytes"]), int(counts[b"rchar"]), faults * PAGE), int(counts[b"write_bytes"])
 
 
 def _waited(pid: int) -> float | None:

@@ -85,6 +85,20 @@ def test_a_process_that_runs_whenever_it_may_is_told_from_one_that_runs_now_and_
     assert looked(*starved, ([process(1, cpu=10.0)], []), step=1.0).running == []
 
 
+def test_files_that_a_rank_wrote() -> None:
+    """A metric's page now and then is no sign of work, and what the launcher writes is the log."""
+    clock = Clock()
+    watch = ActivityWatch(clock)
+
+    def wrote(pid: int, written: int) -> float | None:
+        clock.now += 5
+        return watch.look([process(pid, write_bytes=written)], [], [1, 2], [pid] if pid == 1 else []).written_s
+
+    assert [wrote(1, written) for written in range(0, 200_000, 4096)] == [None] * 49
+    assert [wrote(1, 300_000), *(wrote(1, 300_000) for _ in range(4))] == [0.0, 0.0, 0.0, 5.0, 10.0]
+    assert [wrote(2, 10**8), wrote(2, 10**9)] == [15.0, 20.0]
+
+
 def test_how_starved_a_server_is() -> None:
     """One that uses a core or would: a tenth of what it wants makes all that it does ten times as long."""
     starved = process(1, cpu=10.0, starved_percent=90.0)

@@ -102,6 +102,12 @@ TABLE = {
         "slow_but_fine",
         "weights-memory-grows",
     ),
+    "kernels are compiled inside a rank": (
+        starting("kv", 250, ranks=ranks(100.0, 100.0), activity=activity(written_s=20.0)), "slow_but_fine", "writes-files"
+    ),
+    "the last kernel was compiled long ago": (
+        starting("kv", 250, ranks=ranks(100.0, 100.0), activity=activity(written_s=90.0)), "hang_suspected", "start-spins"
+    ),
     "graph capture counts up": (
         starting("graphs", 8, phase_s=1300, detail="12 of 36 graphs", detail_s=8),
         "slow_but_fine",
