@@ -215,8 +215,10 @@ def _beside_samples(output: Path, manifest: Manifest, ledger: Ledger, names: lis
         if not formats.find(name).finishes or not ledger.written_in(name):
             continue
         again = "; `layertap export` it again"
+        if (output / "pull.json").exists():  # here nothing is exported
+            again = "; pull the whole dataset"
         if name not in manifest.finished:
-            yield Failure(None, name, f"what its trainer reads beside the samples is not written yet{again}")
+            yield Failure(None, name, f"what its trainer reads beside the samples is not here{again}")
             continue
         made = manifest.finished[name]
         sound = True

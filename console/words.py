@@ -446,7 +446,8 @@ def pulled(made: dict[str, Any]) -> Iterator[str]:
         f"{size(made['fetched_bytes'])} fetched · {made['skipped_files']:,} files were here"
     )
     for failure in made["failed"]:
-        yield f"  sample {failure['sample']} {failure['path']}: {failure['reason']}"
+        whose = "" if failure["sample"] is None else f"sample {failure['sample']} "
+        yield f"  {whose}{failure['path']}: {failure['reason']}"
 
 
 def snapshot(now: dict[str, Any]) -> Iterator[str]:

@@ -93,14 +93,18 @@ def pull(
             try:
                 meter = Meter(source, show)
                 tokens = Tokens(source, described, target, wanted)
-                files = Files(source, described, target, wanted, meter)
+                beside = [file for made in described.manifest.finished.values() for file in made.files]
+                for file in beside:
+                    wanted.require_inside(file)
+                # Of some samples alone no trainer's own list could be right.
+                files = Files(source, described, target, wanted, meter, beside if chosen is None else ())
                 wanted.choose(chosen, meter)
                 files.check()
                 _require_space(target, files.missing_bytes() + tokens.missing_bytes())
                 made = False  # from here on there is something to go on with
                 tokens.fetch(meter)
                 files.fetch()
-                return _finish(source, described, target, wanted)
+                return _finish(source, described, target, wanted, whole=chosen is None)
             finally:
                 wanted.db.close()
     except (OSError, sqlite3.DatabaseError) as error:
@@ -121,12 +125,22 @@ def _require_space(target: Path, needed: int) -> None:
         )
 
 
-def _finish(source: Source, described: Described, target: Path, wanted: Wanted) -> Outcome:
+def _finish(source: Source, described: Described, target: Path, wanted: Wanted, *, whole: bool) -> Outcome:
     """Put ledger and manifest in their places; what failed is not in them."""
+    failed = {failure.path for failure in wanted.failures}
+    finished = {
+        name: made
+        for name, made in described.manifest.finished.items()
+        if whole and not any(file.path in failed for file in made.files)
+    }
     skipped = wanted.here()
     samples, files, size = wanted.keep_what_came()
     counts = {"pending": 0, "sent": 0, "written": samples, "failed": 0}
-    write_json(target / "manifest.json", msgspec.structs.replace(described.manifest, counts=counts), durable=True)
+    write_json(
+        target / "manifest.json",
+        msgspec.structs.replace(described.manifest, counts=counts, finished=finished),
+        durable=True,
+    )
     return Outcome(
         schema=SCHEMA,
         dataset=described.path,

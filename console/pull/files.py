@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypeVar
@@ -22,15 +22,25 @@ T = TypeVar("T")
 
 
 class Files:
-    """The files of the wanted samples."""
+    """The files of the wanted samples, and those that lie `beside` them."""
 
-    def __init__(self, source: Source, described: Described, target: Path, wanted: Wanted, meter: Meter) -> None:
+    def __init__(
+        self,
+        source: Source,
+        described: Described,
+        target: Path,
+        wanted: Wanted,
+        meter: Meter,
+        beside: Sequence[WrittenFile] = (),
+    ) -> None:
         self._source, self._wanted, self._meter = source, wanted, meter
         self._remote, self._target = described.path, target
+        self._beside = beside
 
     def check(self) -> None:
         """See which files, and how much of the others, are here already."""
-        self._meter.expect(*self._wanted.size())
+        files, size = self._wanted.size()
+        self._meter.expect(files + len(self._beside), size + sum(file.bytes for file in self._beside))
         for sample, file in self._wanted.files():
             if self._is_here(file):
                 self._wanted.mark_here(sample, file)
@@ -41,11 +51,15 @@ class Files:
 
     def missing_bytes(self) -> int:
         """Bytes that are not here yet."""
-        return sum(file.bytes - self._begun(file) for _, file in self._wanted.files(missing=True))
+        missing = [file for _, file in self._wanted.files(missing=True)]
+        missing += [file for file in self._beside if not self._is_here(file)]
+        return sum(file.bytes - self._begun(file) for file in missing)
 
     def fetch(self) -> None:
         """Bring them here, some at a time; one that cannot be had is a failure and stops no other."""
         self._meter.begin()
+        for file in self._beside:
+            self._fetch_beside(file)
         pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="layertap-pull")
         try:
             for batch in _batches(self._wanted.files(missing=True), BATCH):
@@ -58,7 +72,14 @@ class Files:
             self._source.stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _fetch(self, sample: int, file: WrittenFile) -> Failure | None:
+    def _fetch_beside(self, file: WrittenFile) -> None:
+        if self._is_here(file):
+            self._meter.whole(file)
+        elif failure := self._fetch(None, file):
+            self._wanted.failures.append(failure)
+        self._meter.show("files")
+
+    def _fetch(self, sample: int | None, file: WrittenFile) -> Failure | None:
         """Bring one file here; what is wrong is fetched once more."""
         part, final = self._local(file, PART), self._local(file)
         final.parent.mkdir(parents=True, exist_ok=True)

@@ -17,9 +17,9 @@ from console.pull.target import PART, put
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """A file that was not copied; its sample is then not in the local ledger."""
+    """A file that was not copied; its sample is then not in the local ledger. None for a file that is no sample's."""
 
-    sample: int
+    sample: int | None
     path: str
     reason: str
 
@@ -117,11 +117,12 @@ class Wanted:
             ),
         )
         for file in sample.files:
-            self._require_inside(file)
+            self.require_inside(file)
             row = sample.number, file.format, file.path, file.bytes, file.xxh3
             self.db.execute("INSERT INTO files VALUES (?,?,?,?,?)", row)
 
-    def _require_inside(self, file: WrittenFile) -> None:
+    def require_inside(self, file: WrittenFile) -> None:
+        """Raise UsageError for a file that a ledger or a manifest says to be outside the dataset."""
         parts = PurePosixPath(file.path).parts
         if len(parts) < 2 or parts[0] in ("/", "tokens") or ".." in parts:
             raise UsageError(f"the ledger of {self._described.path} names a file outside the dataset: {file.path!r}")

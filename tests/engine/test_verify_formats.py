@@ -191,7 +191,7 @@ def test_what_was_never_finished(dataset: Path, name: str) -> None:
     made = read_manifest(dataset)
     del made.finished[name]
     write_manifest(dataset, made)
-    why = "what its trainer reads beside the samples is not written yet; `layertap export` it again"
+    why = "what its trainer reads beside the samples is not here; `layertap export` it again"
     assert failures(dataset) == [(None, name, why)]
 
 

@@ -19,13 +19,15 @@ import msgspec
 import pytest
 from helpers import until
 from made_dataset import SETTINGS, make_dataset, require_copy, write
+from xxhash import xxh3_64_hexdigest
 
 import backends.datasets
 from backends.errors import ConnectionFailed, Locked, UsageError
 from backends.host import Host, LocalHost
-from capture.ledger import Ledger
+from capture.ledger import Ledger, WrittenFile
+from capture.manifest import Finished, read_manifest, write_manifest
 from console import cli, words
-from console.pull import Outcome, Progress, files, parse_samples, pull, tokens
+from console.pull import Failure, Outcome, Progress, files, parse_samples, pull, tokens
 from console.pull import source as pull_source
 
 LAYERTAP = Path(sys.executable).with_name("layertap")
@@ -103,6 +105,47 @@ def test_a_whole_dataset(host: LocalHost, source: Path, target: Path, chunks: No
     assert [now.phase for now in shown[:2]] == ["listing", "tokens"]
     assert (shown[-1].phase, shown[-1].files_done, shown[-1].bytes_done) == ("files", 16, size)
     assert (shown[-1].files, shown[-1].bytes, shown[-1].link) == (16, size, None)
+
+
+@pytest.fixture
+def beside(source: Path) -> list[WrittenFile]:
+    """What a trainer wants beside the samples' files; the dataset then has it."""
+    made = []
+    for name in ("state.json", "token_freq.pt"):
+        path = source / "specforge" / name
+        path.write_bytes(name.encode() * 500)
+        made.append(
+            WrittenFile("specforge", f"specforge/{name}", path.stat().st_size, xxh3_64_hexdigest(path.read_bytes()))
+        )
+    write_manifest(source, msgspec.structs.replace(read_manifest(source), finished={"specforge": Finished(8, made)}))
+    return made
+
+
+def test_what_lies_beside_the_samples_comes_with_all_of_them(
+    host: LocalHost, source: Path, target: Path, beside: list[WrittenFile], chunks: None
+) -> None:
+    part = pull(host, str(source), target, [(0, 3)])
+    assert (part.samples, part.failed, read_manifest(target).finished) == (4, [], {})
+    assert not (target / beside[0].path).exists()
+    shown: list[Progress] = []
+    whole = pull(host, str(source), target, show=lambda now: shown.append(msgspec.structs.replace(now)))
+    assert (whole.samples, whole.failed) == (8, [])
+    size = bytes_of(source, *ALL) + sum(file.bytes for file in beside)
+    assert (shown[-1].files_done, shown[-1].bytes_done, shown[-1].bytes) == (18, size, size)
+    assert read_manifest(target).finished == read_manifest(source).finished
+    for file in beside:
+        assert (target / file.path).read_bytes() == (source / file.path).read_bytes()
+    assert pull(host, str(source), target).fetched_bytes == 0
+
+
+def test_what_lies_beside_the_samples_is_changed(
+    host: LocalHost, source: Path, target: Path, beside: list[WrittenFile]
+) -> None:
+    (source / beside[1].path).write_bytes(b"x" * beside[1].bytes)
+    made = pull(host, str(source), target)
+    why = "its checksum is not the one that was recorded when it was written"
+    assert (made.samples, made.failed) == (8, [Failure(None, beside[1].path, why)])
+    assert read_manifest(target).finished == {}
 
 
 def test_again_nothing_is_fetched(host: LocalHost, source: Path, target: Path) -> None:
