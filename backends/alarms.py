@@ -101,9 +101,10 @@ class Space(msgspec.Struct):
 class Sight(msgspec.Struct, kw_only=True):
     """What was seen at the moment `at` (a clock in seconds that is never set).
 
-    `verdict`, `cause`, `remedy` and `said`, its evidence, are the server's; `batch_at` is when it logged a batch last
-    (epoch seconds). `xids` are by GPU, `kernel` lines of the kernel's log about XIDs. `memory` is the dump folder's
-    file system, in which a token takes `bytes_per_token`, `disk` the output's. None: not known, or there is none.
+    `verdict`, `cause`, `remedy` and `said`, its evidence, are the server's; `batch_at` is when it logged a batch last,
+    `ended` when it ended (epoch seconds). `xids` are by GPU, `kernel` lines of the kernel's log about XIDs. `memory` is
+    the dump folder's file system, in which a token takes `bytes_per_token`, `disk` the output's. None: not known, or
+    there is none.
     """
 
     at: float
@@ -111,6 +112,7 @@ class Sight(msgspec.Struct, kw_only=True):
     cause: str | None = None
     remedy: str | None = None
     said: str = ""
+    ended: float | None = None
     health_failing_s: float | None = None
     batch_at: float | None = None
     throttled: dict[int, list[str]] = {}
@@ -367,7 +369,7 @@ class AlarmWatch:
             cause=cause or evidence,
             remedy=remedy or "see `layertap status`",
             evidence=evidence,
-            since=before.since if before else at,
+            since=before.since if before else sight.ended or at,
         )
 
 

@@ -26,12 +26,14 @@ def sight(server: ServerWatch, seen: dict[str, Any], sample: dict[str, Any], ext
     """What is seen now. `seen` is the server's last look, `sample` one of the host, with the disk of the output."""
     verdict, evidence, tap = seen["verdict"], server.evidence, seen["tap"]
     kernel = evidence.kernel if evidence else []
+    ended = server.run.exit
     return Sight(
         at=time.monotonic(),
         verdict=verdict["verdict"],
         cause=verdict["cause"],
         remedy=verdict["remedy"],
         said="; ".join(verdict["evidence"][:SAID]),
+        ended=ended.at if ended else None,
         health_failing_s=evidence.health_failing_s if evidence else None,
         batch_at=evidence.batch.at if evidence and evidence.batch else None,
         throttled=evidence.throttled if evidence else {},

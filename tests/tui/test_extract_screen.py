@@ -86,6 +86,14 @@ async def test_a_run_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
         await pilot.press("escape")
 
 
+async def test_a_server_that_is_launched_again_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_extraction(monkeypatch, extraction(progress={"phase": "relaunching"}))
+    app = made_console(MadeJobs())
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        await open_screen(app, pilot, "~ the server died and is launched again …")
+        assert "5,931 / 10,000" in shown(app)
+
+
 async def test_what_it_was_asked_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {
         "max_length": 4096,

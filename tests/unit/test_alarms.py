@@ -245,6 +245,11 @@ def test_an_alarm_of_the_verdict_speaks_its_words() -> None:
     )
 
 
+def test_a_server_that_died_before_anybody_looked_is_dead_since_then() -> None:
+    (alarm,), _ = AlarmWatch().add(steady(0.0, verdict="crashed", said="process gone", ended=77.0), 5000.0)
+    assert alarm.since == 77.0
+
+
 def test_an_alarm_ends_once_its_rule_has_not_held_for_a_while() -> None:
     watch, over = AlarmWatch(), list[tuple[float, str]]()
     for at in range(0, 1000, 2):

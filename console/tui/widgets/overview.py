@@ -161,6 +161,8 @@ def extraction_lines(run: dict[str, Any], width: int) -> Iterable[Content]:
         yield from _progress_lines(progress, width)
     elif going_on(run):
         yield _muted(f"{progress['phase'] if progress else 'preparing'} …")
+    if going_on(run) and progress and progress["phase"] == "relaunching":
+        yield line((f"~ {words.progress(progress)}", "bold $text-warning"))
     if "error" in result:
         yield from wrapped(result["error"], width, "$text-error", "! ", "  ")
 
