@@ -82,7 +82,7 @@ def no_cgroups() -> str | None:
     return None if os.access(MEMORY_CGROUPS, os.W_OK) else f"{MEMORY_CGROUPS} cannot be written"
 
 
-SLOW = {"expected": "slow_but_fine", "never": ("hang_suspected", "crashed", "degraded", "unknown")}
+SLOW = {"expected": "slow_but_fine", "never": ("hang_suspected", "crashed", "stopped"), "then": "healthy"}
 
 CASES = [
     Case(

@@ -38,7 +38,7 @@ class Case:
     behind the silence that phase `budget` allows, anything else within `GRACE_SECONDS`; this time does not pass while
     the host is so busy that the server gets only a part of the CPU that it wants. `around` is entered before the launch
     and left after the stop. No verdict in `never` may be given on the way, once the fault has begun. `stacks` must
-    stand in the stacks that are read then.
+    stand in the stacks that are read then, and `then` is the verdict that the server must come to when it is over.
     """
 
     id: str
@@ -55,6 +55,7 @@ class Case:
     budget: str | None = None
     never: tuple[str, ...] = ()
     stacks: str | None = None
+    then: str | None = None
     short: bool = False
     needs: Callable[[], str | None] | None = None  # why it cannot be made on this machine
 
@@ -105,6 +106,7 @@ class Trial:
         self.outcome = Outcome(id=case.id, cause=case.cause, expected=case.expected, expected_remedy=case.remedy)
         self.began: float | None = None
         self.ended: float | None = None
+        self.told: dict[str, Any] | None = None  # the right verdict, and when it was first given
         self.busy = 0.0  # seconds in which the host kept the server from what it would do
 
     def run(self) -> Outcome:
@@ -176,7 +178,9 @@ class Trial:
             self._say(now, seconds, False, "it was told before the silence was as long as is allowed")
             return True
         if told and self._stacks_told(now):
-            self._say(now, seconds, True, "")
+            self.told = self.told or now | {"seconds": seconds}
+        if self.told and self.case.then in (None, verdict):
+            self._say(self.told, self.told["seconds"], True, "")
             return True
         if verdict in ("crashed", "stopped"):
             self.ended = self.ended or time.time()
@@ -184,7 +188,8 @@ class Trial:
                 self._say(now, seconds, False, "it is told otherwise")
                 return True
         # What lies in the launch itself shows once the start has come that far.
-        starts = START_SECONDS if self.case.when is None and not self.case.fault else 0.0
+        in_launch = self.case.when is None and not self.case.fault
+        starts = START_SECONDS if in_launch or self.told else 0.0
         if seconds - self.busy > self.budget + GRACE_SECONDS + starts:
             self._say(now, seconds, False, "the stacks do not say it" if told else "time is up")
             return True

@@ -317,8 +317,8 @@ def test_cpu_use_of_a_process(start: Start, clock: Clock, monkeypatch: pytest.Mo
 def test_names_with_brackets_and_spaces(tmp_path: Path, start: Start, clock: Clock) -> None:
     (tmp_path / "a) R (b").symlink_to("/bin/sleep")
     run = start("verify", [f"{tmp_path}/a) R (b", "600"])
-    found = until(lambda: (now := read_stat(run.running.child.pid)).name == "a) R (b" and now)
-    assert found.state == "sleeping"
+    sleeps = ("a) R (b", "sleeping")
+    found = until(lambda: ((now := read_stat(run.running.child.pid)).name, now.state) == sleeps and now)
     assert found.start == run.running.child.start
 
 
