@@ -9,10 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from backends.catalogue import catalogue
 from backends.observation import Observation
 from tests.recorded import replay as recorded
-from tests.recorded.record import FINE, Entry, Head
-from tests.recorded.replay import Pace, replay
+from tests.recorded.record import FINE, Entry, Head, Heard
+from tests.recorded.replay import STAMP, Pace, replay
 
 RECORDS = sorted(Path(recorded.__file__).parent.glob("*.jsonl.gz"))
 STRETCHES = (1.0, 1.0, 0.5, 2.0, 4.0)  # the last two: a machine on which a start gets a half, a quarter of its CPU
@@ -51,6 +52,30 @@ def test_a_cold_start_on_two_gpus_is_slow_while_kernels_are_compiled_and_else_ju
     assert {one.verdict.findings[0] for one in compiling} == {"jit-compile"}
     assert compiling[-1].seconds - compiling[0].seconds > 30
     assert verdicts.index("healthy") > verdicts.index("slow_but_fine")
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
+def test_every_benign_line_in_a_healthy_start_raises_nothing(path: Path) -> None:
+    head, entries = read(path)
+    told = list(replay(head, [Entry(heard=with_benign_lines(e.heard)) if e.heard else e for e in entries], Pace()))
+    assert {one.verdict.verdict for one in told} <= {*FINE, "unknown"}
+    assert told[-1].verdict.verdict == "healthy"
+
+
+def with_benign_lines(heard: Heard) -> Heard:
+    """A part of a log with every line behind it that means nothing, tracebacks included."""
+    stamps = STAMP.findall(heard.text)
+    if not stamps or not heard.text.endswith("\n"):
+        return heard
+    traceback = "Traceback (most recent call last):\nRuntimeError: CUDA out of memory\n"
+    lines = [
+        f"[{stamps[-1]}] {line}\n{traceback if one.traceback else ''}"
+        for one in catalogue().signatures
+        if one.kind == "benign"
+        for line in one.examples
+        if "Health check request received during shutdown" not in line  # of a stop
+    ]
+    return Heard(heard.at, heard.text + "".join(lines))
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
