@@ -33,16 +33,17 @@ ORDER: tuple[Severity, ...] = ("critical", "warning")
 class Limits(msgspec.Struct, kw_only=True):
     """When a rule alarms; seconds, where nothing else is said.
 
-    `hang`: a suspected hang stays one; `unknown`: so long it is not known whether a server that is up is well;
-    `health`: /health fails, and nothing is drawn meanwhile; `stall`: nothing comes of requests that are under way, at
-    least and in times of what the longest sample takes (`stall_longest`); `pace`: over which throughput is compared
-    with the run's own median, of which `pace_share` is a collapse that lasts for `collapse`; `throttle`: over which
-    `throttle_share` of the looks show a GPU throttled; `full`: time until the dump folder's memory is full as other
-    processes fill it, taken over `fill`; `room`: it has no room for the longest sample; `disk`: the output's disk will
-    not take the rest of the run; `bad`: over which `bad_samples` samples, and `bad_share` of those that ended, failed
-    since their states are not finite.
+    `linger`: a driver may go on without its server, since SGLang takes 75 s to end; `hang`: a suspected hang stays one;
+    `unknown`: so long it is not known whether a server that is up is well; `health`: /health fails, and nothing is
+    drawn meanwhile; `stall`: nothing comes of requests that are under way, at least and in times of what the longest
+    sample takes (`stall_longest`); `pace`: over which throughput is compared with the run's own median, of which
+    `pace_share` is a collapse that lasts for `collapse`; `throttle`: over which `throttle_share` of the looks show a
+    GPU throttled; `full`: time until the dump folder's memory is full as other processes fill it, taken over `fill`;
+    `room`: it has no room for the longest sample; `disk`: the output's disk will not take the rest of the run; `bad`:
+    over which `bad_samples` samples, and `bad_share` of those that ended, failed since their states are not finite.
     """
 
+    linger: float = 120.0
     hang: float = 15.0
     unknown: float = 30.0
     health: float = 60.0
@@ -63,7 +64,20 @@ class Limits(msgspec.Struct, kw_only=True):
 
     def scaled(self, factor: float) -> Limits:
         """The same, so many times as patient."""
-        seconds = ("hang", "unknown", "health", "stall", "pace", "collapse", "throttle", "fill", "room", "disk", "bad")
+        seconds = (
+            "linger",
+            "hang",
+            "unknown",
+            "health",
+            "stall",
+            "pace",
+            "collapse",
+            "throttle",
+            "fill",
+            "room",
+            "disk",
+            "bad",
+        )
         return msgspec.structs.replace(self, **{name: getattr(self, name) * factor for name in seconds})
 
 

@@ -36,6 +36,7 @@ from capture import events
 LOOK_SECONDS = 2.0
 DEATH_SECONDS = 10.0  # in which a server that the driver lost is seen to be dead
 SOON_SECONDS = 0.5  # between two looks for its death, and for a stop
+DRAIN_SECONDS = 60.0  # in which a driver that is asked to ends
 READY_SECONDS = 3600.0  # that a server has to come up again
 PAUSE_SECONDS = 5.0  # before the second attempt, twice as many before each further one: a mount may come back
 LONGEST_PAUSE = 300.0
@@ -55,7 +56,8 @@ class Supervisor:
         self.most = self.restarts = int(run.spec.details.get("restart_server", 0))
         self.causes: list[str] = []  # of which its servers died
         self.sampler = Sampler(self.runs)
-        self.alarms = AlarmWatch(patience.scaled(AlarmLimits()))
+        self.limits = patience.scaled(AlarmLimits())
+        self.alarms = AlarmWatch(self.limits)
         self.blind = False  # whether a look failed, which is told once
         self.watch = self._watch(self._server())
 
@@ -79,12 +81,33 @@ class Supervisor:
                 child.send_signal(signal.SIGINT)
 
     def _follow(self, child: subprocess.Popen[bytes]) -> int:
-        """Look at the server as long as the driver runs; returns its exit code."""
+        """Look at the server as long as the driver runs; returns its exit code.
+
+        A driver that waits for a server that is dead, and does not notice, is ended, as one that lost its server.
+        """
+        dead_since: float | None = None
         while True:
             try:
                 return child.wait(LOOK_SECONDS)
             except subprocess.TimeoutExpired:
-                self._look()
+                seen = self._look()
+            now = time.monotonic()
+            dead = seen is not None and seen["verdict"]["verdict"] == "crashed"
+            dead_since = (dead_since or now) if dead else None
+            if dead_since and now - dead_since > self.limits.linger:
+                return self._end_driver(child)
+
+    def _end_driver(self, child: subprocess.Popen[bytes]) -> int:
+        reason = f"the server {self.watch.run.id} is dead; `layertap launch` it, then give the command again"
+        self._tell("server_lost", reason=reason)
+        child.terminate()
+        try:
+            child.wait(DRAIN_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        write_json(self.run.folder / "result.json", {"error": reason})
+        return ExitCode.RUN_DIED
 
     # --- The server ---
 

@@ -41,6 +41,8 @@ Path("result.json").write_text('{"error": "the server is dead"}')
 Path("ready").touch()
 while "wait" in sys.argv and Path(f"/proc/{server['process']['pid']}/cmdline").exists():
     time.sleep(0.05)
+while "stay" in sys.argv:
+    time.sleep(0.05)
 sys.exit(9)
 """
 
@@ -181,6 +183,20 @@ def test_a_server_that_lives_or_was_stopped_is_left_alone(extract: Extract, serv
     assert told(run) == []
     assert [one.id for one in all_runs.all("server")] == [first.id]
     assert json.loads((run.folder / "result.json").read_text()) == {"error": "the server is dead"}
+
+
+def test_a_driver_that_does_not_notice_that_its_server_is_dead_is_ended(
+    extract: Extract, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAYERTAP_PATIENCE", "0.02")  # 2.4 s instead of two minutes
+    first = server()
+    run = extract(first, 1, 0, "wait", "stay")
+    ready(run)
+    kill(first)
+    assert ended(run).code == 9
+    why = f"the server {first.id} is dead; `layertap launch` it, then give the command again"
+    assert [(event["event"], event["reason"]) for event in told(run)] == [("server_lost", why)]
+    assert json.loads((run.folder / "result.json").read_text()) == {"error": why}
 
 
 def test_a_stop_is_heeded_while_the_server_comes_up(extract: Extract, server: Server, all_runs: Runs) -> None:
