@@ -482,12 +482,17 @@ _SECRET_TEXT = re.compile(
     | (?P<flag> --[\w-]*{_SECRET_NAME}["']?[\s,=]+["']?) [^\s"',]+                       # --api-key x, '--api-key', 'x'
     | (?P<plain> {_SECRET_NAME}=) (?!none\b|null\b) [^\s"',;)]+                          # HF_TOKEN=x
     | (?P<bearer> bearer\s+) [\w.~+/=-]+
+    | (?P<basic> authorization["']?\s*[:=]\s*["']?(?:basic|token)\s+) [\w.~+/=-]+
+    | (?P<url> ://[^\s/@:]{0, 100}:) [^\s/@]{1, 200} (?=@)                                  # https://me:x@host
     | (?P<hub> \bhf_) [a-z0-9]{{20,}}
     """,
     re.IGNORECASE | re.VERBOSE,
 )
 # What every match of it contains: most log text has none of these, and the pattern itself is slow (6 MB/s).
-_SECRET_HINTS = ("apikey", "api_key", "api-key", "hf_", "hf-", "hub_", "hub-", "access", "secret", "password", "bearer")
+_SECRET_HINTS = (
+    "apikey", "api_key", "api-key", "hf_", "hf-", "hub_", "hub-", "access", "secret", "password", "bearer",
+    "authorization", "@",
+)  # fmt: skip
 
 
 def is_secret(name: str) -> bool:
