@@ -483,7 +483,7 @@ _SECRET_TEXT = re.compile(
     | (?P<plain> {_SECRET_NAME}=) (?!none\b|null\b) [^\s"',;)]+                          # HF_TOKEN=x
     | (?P<bearer> bearer\s+) [\w.~+/=-]+
     | (?P<basic> authorization["']?\s*[:=]\s*["']?(?:basic|token)\s+) [\w.~+/=-]+
-    | (?P<url> ://[^\s/@:]{0, 100}:) [^\s/@]{1, 200} (?=@)                                  # https://me:x@host
+    | (?P<url> ://[^\s/@:]{{0,100}}:) [^\s/@]{{1,200}} (?=@)                                  # https://me:x@host
     | (?P<hub> \bhf_) [a-z0-9]{{20,}}
     """,
     re.IGNORECASE | re.VERBOSE,
