@@ -13,7 +13,7 @@ from drawn import SAMPLES, Drawn
 from environments import python_of
 
 SCRIPTS = Path(__file__).parent / "scripts"
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a server and four installations before the first
 
 
 def run(python: Path, script: str, *words: str | Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ batches = [collate([dataset[i] for i in range(at, at + 4)]) for at in range(0, 8
 optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=1e-3)
 loss_config = resolve_loss_config("kl_div", "eager")  # the fused one is a Triton kernel
 losses = []
-for step in range(16):
+for step in range(8):
     batch = dict(batches[step % len(batches)])
     assert batch.pop("error_records") == 0
     _, loss, _ = drafter(**batch, ttt_steps=2, loss_config=loss_config)
