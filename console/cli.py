@@ -277,16 +277,19 @@ def tune(
             same = {"profile": profile, "model": merged.model, "only": chosen, "given": said}
             alive = [one for one in session.host.request("all", kind="tune") if going_on(one)]
             found = next((one for one in alive if one["details"] == same), None)
-            if found:
-                headless.say(f"attached to {found['id']}, which tunes {profile} already")
-            else:
+            told = f"attached to {found['id']}, which tunes {profile} already" if found else ""
+            if not found:
                 choice = layer_choice(layers.given(), merged.layers)
                 found = session.tune(merged, choice, chosen, seconds, timeout, said)
-                headless.say(f"started {found['id']}; its log is {found['log']}")
+                told = f"started {found['id']}; its log is {found['log']}"
         try:
+            if run is None:
+                headless.say(told)
             ended = headless.follow_job(session, found["id"], words.tuning)
             code = session.finish(ended)[0]
         except KeyboardInterrupt:
+            if going_on(session.host.request("run", run_id=found["id"])):  # it came before the run was followed
+                session.stop(found["id"], "Ctrl+C")
             ended, code = session.host.request("run", run_id=found["id"]), ExitCode.INTERRUPTED
             if not ended["result"]:
                 raise

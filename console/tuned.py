@@ -25,9 +25,15 @@ def given(model: str | None, layers: dict[str, Any], overrides: Overrides) -> di
 
 def shown(result: dict[str, Any], name: str) -> dict[str, Any]:
     """The result of a tuning run with its trials best first, and the profile called `name` that it makes, if any."""
-    trials = sorted(result["trials"], key=lambda one: -(one["tokens_per_second"] or 0.0))
+    trials = [{**one, "share_of_ceiling": _share(one)} for one in result["trials"]]
+    trials.sort(key=lambda one: -(one["tokens_per_second"] or 0.0))
     text = profile_toml(result, name) if result["changes"] else None
     return {**result, "trials": trials, "profile_toml": text, "written": None}
+
+
+def _share(trial: dict[str, Any]) -> float | None:
+    speed, ceiling = trial["tokens_per_second"], trial["ceiling"]
+    return round(speed / ceiling, 4) if speed and ceiling else None
 
 
 def refuse_taken(name: str, profiles: dict[str, Profile]) -> None:

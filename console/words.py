@@ -667,7 +667,7 @@ def tuned(made: dict[str, Any]) -> Iterator[str]:
     for one in trials:
         speed, start = one["tokens_per_second"], duration(one["start_seconds"]) if one["start_seconds"] else "-"
         gain = f"{speed / profile - 1:+.0%}" if speed and profile and one["base"] else "-"
-        share = (f"{speed / one['ceiling']:.0%}" if speed and one["ceiling"] else "-") if bounded else ""
+        share = "-" if one["share_of_ceiling"] is None else f"{one['share_of_ceiling']:.0%}"
         sign = "*" if one["name"] == made["best"] else " " if speed else "!"
         shown = f"{speed:,.0f}" if speed else "-"
         yield (

@@ -127,6 +127,7 @@ def test_help_and_version(layertap: Callable[..., Ran]) -> None:
         "sample",
         "diagnose",
         "stacks",
+        "tune",
         "doctor",
         "demo",
     ):
