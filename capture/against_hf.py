@@ -25,8 +25,9 @@ ROWS = 1024  # compared at once
 
 
 class Against(msgspec.Struct, frozen=True):
-    """A state of one prompt against Hugging Face's: cosines over its tokens.
+    """A state of one prompt against Hugging Face's: cosines over its tokens, and the median ratio of their norms.
 
+    A cosine does not see a norm that was applied or left out where its weights are alike; `scale` does, and is 1.
     `boundary` is the index in its `hidden_states` that it should be, `nearest` the one that it is nearest to on average
     (for `last`, before the final norm, there is no index, and both are the number of layers).
     """
@@ -35,6 +36,7 @@ class Against(msgspec.Struct, frozen=True):
     state: str
     least: float
     median: float
+    scale: float
     boundary: int
     nearest: int
 
@@ -106,14 +108,16 @@ def compare(
         layers = len(hidden) - 1
         expected = {f"aux_{i}": boundary for i, boundary in enumerate(boundaries)} | {"final": layers, "last": layers}
         for name, boundary in expected.items():
-            if name == "last":
-                if "last" not in seen:
-                    continue
-                cosine, nearest = cosines(states[name], seen["last"]), boundary
-            else:
-                cosine = cosines(states[name], hidden[boundary])
+            if name == "last" and "last" not in seen:
+                continue
+            right, nearest = (seen["last"] if name == "last" else hidden[boundary]), boundary
+            cosine = cosines(states[name], right)
+            if name != "last":
                 nearest = max(range(layers + 1), key=lambda at: float(cosines(states[name], hidden[at]).mean()))
-            found.append(Against(len(ids), name, float(cosine.min()), float(cosine.median()), boundary, nearest))
+            scale = (states[name].float().norm(dim=-1) / right.norm(dim=-1)).median()
+            found.append(
+                Against(len(ids), name, float(cosine.min()), float(cosine.median()), float(scale), boundary, nearest)
+            )
     return found
 
 
@@ -125,7 +129,19 @@ def _load(model: Path, trust_remote_code: bool) -> Any:
     reasons = []
     for kind in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
         try:
-            return kind.from_pretrained(model, **options).eval()
+            loaded, found = kind.from_pretrained(model, output_loading_info=True, **options)
         except Exception as error:  # of whatever kind: transformers and a model's own code raise what they like
             reasons.append(str(error).splitlines()[0] if str(error) else type(error).__name__)
+            continue
+        _require_whole(model, loaded, set(found["missing_keys"]))
+        return loaded.eval()
     raise InputError(f"transformers {transformers.__version__} does not load {model}: {reasons[0]}")
+
+
+def _require_whole(model: Path, loaded: Any, missing: set[str]) -> None:
+    """Raise InputError where weights of the decoder were made up, which transformers does for those that it misses."""
+    decoder = {id(weight) for weight in loaded.get_decoder().parameters()}
+    made_up = [name for name, weight in loaded.named_parameters() if id(weight) in decoder and name in missing]
+    if made_up:
+        more = f" and {len(made_up) - 1} more" if len(made_up) > 1 else ""
+        raise InputError(f"transformers finds no weights for {made_up[0]}{more} in {model}; it cannot be compared with")

@@ -28,6 +28,7 @@ NAME = "probe.json"  # in the dump folder: it lives as long as the server
 LENGTHS = (3, 64, 1500, 2500)
 ROUNDS = 5  # in which a server may take two prompts into one forward
 RANK_SECONDS = 30.0
+SCALE = 0.02  # by which the size of a state may differ from Hugging Face's; 16 bits round by 0.004
 SAID = 3  # failures that one sentence names
 TAP_SECONDS = 2.0  # in which tap.json shows what was drawn
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")  # as configs name their number
@@ -211,6 +212,11 @@ def _against_hf(
             made.failures.append(
                 f"{one.tokens:,} tokens: {named(made.layers, one.state)} should be Hugging Face's hidden_states"
                 f"[{one.boundary}], and is nearer to hidden_states[{one.nearest}]"
+            )
+        elif abs(one.scale - 1) > SCALE:
+            made.failures.append(
+                f"{one.tokens:,} tokens: {named(made.layers, one.state)} is {one.scale:.3g} times as large as Hugging "
+                "Face's: a norm was applied or left out"
             )
     return found
 

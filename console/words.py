@@ -151,7 +151,7 @@ def probe_findings(made: dict[str, Any]) -> Iterator[str]:
     for one in made["against_hf"] or []:
         yield (
             f"against Hugging Face, {one['tokens']:,} tokens: {one['state']} least cosine {one['least']:.5f}, median "
-            f"{one['median']:.7g}, nearest to hidden_states[{one['nearest']}]"
+            f"{one['median']:.7g}, size {one['scale']:.3f}, nearest to hidden_states[{one['nearest']}]"
         )
 
 

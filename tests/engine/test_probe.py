@@ -92,6 +92,20 @@ def test_a_hugging_face_forward_agrees(llama: Engine, tmp_path: Path) -> None:
         for state, boundary in (("aux_0", 2), ("aux_1", 4), ("aux_2", 5), ("final", 8), ("last", 8))
     ]
     assert min(one.least for one in made.against_hf) > 0.999
+    assert all(abs(one.scale - 1) < 0.005 for one in made.against_hf)
+
+
+def test_a_norm_too_many_is_noticed(llama: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare = probe.against_hf.compare
+
+    def swap(model: Path, drawn: list[tuple[list[int], dict[str, torch.Tensor]]], *more: object) -> object:
+        return compare(model, [(ids, states | {"last": states["final"]}) for ids, states in drawn], *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(probe.against_hf, "compare", swap)
+    code, made = llama.probe(tmp_path, against_hf=True)
+    assert code == 6
+    assert all("last (before the final norm) is " in failure for failure in made.failures)
+    assert made.failures[0].endswith("times as large as Hugging Face's: a norm was applied or left out")
 
 
 def test_states_of_another_layer_are_told_from_those_that_were_asked_for(

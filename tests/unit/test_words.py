@@ -763,7 +763,7 @@ def test_a_probe_that_passed() -> None:
 
 
 def test_a_probe_that_failed() -> None:
-    against = {"tokens": 3, "state": "aux_0", "least": 0.5, "median": 0.75, "boundary": 3, "nearest": 2}
+    against = {"tokens": 3, "state": "aux_0", "least": 0.5, "median": 0.75, "scale": 1.5, "boundary": 3, "nearest": 2}
     made = PROBED | {"passed": False, "failures": ["x is wrong"], "shared_forwards": 0, "against_hf": [against]}
     said = list(words.probed(made))
     assert said[0] == "! probe FAILED: prompts of 3 and 2,049 tokens on 2 ranks, in 3 s"
@@ -771,7 +771,7 @@ def test_a_probe_that_failed() -> None:
         "  ! x is wrong",
         "  alone against together: least cosine 0.9981 (2,049 tokens, final), 2 at 0.999 or less (16 bits)",
         "  ? SGLang never took two of the prompts into one forward, so batching was not shown",
-        "  against Hugging Face, 3 tokens: aux_0 least cosine 0.50000, median 0.75, nearest to hidden_states[2]",
+        "  against Hugging Face, 3 tokens: aux_0 least cosine 0.50000, median 0.75, size 1.500, nearest to hidden_states[2]",
     ]
 
 
