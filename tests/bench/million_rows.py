@@ -1,6 +1,7 @@
 """A million rows: the plan, the start of an extraction (tokenise, ledger), and a resume of one that is finished.
 
-usage: PYTHONPATH=. python tests/bench/million_rows.py FILE [ROWS]      in SGLang's environment; no server is started
+usage: PYTHONPATH=. python tests/bench/million_rows.py FILE [ROWS [STEP ...]]
+In SGLang's environment; no server is started. The steps are plan, start, finish and resume.
 
 Each step is a process of its own, with the code that the jobs run. FILE gets, for each, its seconds, those of all cores
 together, and the peak of the memory that it and its workers took: `pss_mb` counts what they share once, `rss_mb` once
@@ -185,7 +186,7 @@ def _tree(pid: int | None) -> list[tuple[int, int]]:
     return found
 
 
-def main(target: Path, count: int) -> None:
+def main(target: Path, count: int, steps: list[str]) -> None:
     work = Path(tempfile.mkdtemp(prefix="layertap-million-", dir=target.resolve().parent))
     try:
         os.chdir(work)
@@ -197,7 +198,7 @@ def main(target: Path, count: int) -> None:
             "schema": 1,
             "what": f"tests/bench/million_rows.py, {count:,} rows, {path.stat().st_size / 1e6:.0f} MB of JSON lines",
             "machine": f"{parallel.default_workers()} cores, load {os.getloadavg()[0]:.1f} before, Python {platform.python_version()}",
-            **{step.__name__: measure(step, path, model, output) for step in STEPS},
+            **{step.__name__: measure(step, path, model, output) for step in STEPS if step.__name__ in steps},
         }
     finally:
         shutil.rmtree(work)
@@ -205,4 +206,5 @@ def main(target: Path, count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1_000_000)
+    count = int(sys.argv[2]) if len(sys.argv) > 2 else 1_000_000
+    main(Path(sys.argv[1]), count, sys.argv[3:] or [step.__name__ for step in STEPS])
