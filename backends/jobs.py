@@ -12,8 +12,9 @@ import msgspec
 from backends.errors import Locked, RunDied, UsageError
 from backends.launch import model_folder
 from backends.runs import CODE, Run, Runs, python_path, write_json
+from capture.dump import read_tap
 from capture.server import Server
-from capture.settings import SETTINGS_VARIABLE, TapSettings
+from capture.settings import SETTINGS_VARIABLE, TapSettings, replica_folder
 
 # Kinds of job, and whether they draw from a server.
 JOBS = {
@@ -44,12 +45,14 @@ def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: i
     restarts, beside_ports = job.pop("restart_server", 0), job.pop("beside_ports", [])
     if JOBS[kind]:
         server = runs.server(port)
-        job |= _source(runs, server)
+        first, *more = sources(runs, server)
+        job |= first
         details["server"] = server.id
-        if beside_ports:
-            beside = _beside(runs, server, beside_ports, restarts)
-            job["beside"] = [_source(runs, one) for one in beside]
-            details["beside"] = [one.id for one in beside]
+        if kind == "extract":  # the others draw from one, and the replicas of a server are alike
+            beside = _beside(runs, server, beside_ports, restarts) if beside_ports else []
+            more += [source for one in beside for source in sources(runs, one)]
+            job |= {"beside": more} if more else {}
+            details |= {"beside": [one.id for one in beside]} if beside else {}
     elif kind == "plan":
         job["model"] = _plan_model(runs, job.get("model"), port)
     elif kind == "doctor":
@@ -77,9 +80,17 @@ def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: i
     )
 
 
-def _source(runs: Runs, server: Run) -> dict[str, Any]:
-    """A server as a job that draws from it is told of it."""
-    return {"server": msgspec.to_builtins(describe(server)), "lock": str(draw_lock(runs, server))}
+def sources(runs: Runs, server: Run) -> list[dict[str, Any]]:
+    """What a job that draws from a server is told of it: the server with its lock, or each of its replicas."""
+    whole, lock = describe(server), str(draw_lock(runs, server))
+    tap = read_tap(Path(whole.dump_dir))
+    parts = [whole]
+    if tap is not None and tap.replicas > 1:
+        parts = [
+            msgspec.structs.replace(whole, dump_dir=str(replica_folder(Path(whole.dump_dir), k)), replica=k)
+            for k in range(tap.replicas)
+        ]
+    return [{"server": msgspec.to_builtins(part), "lock": lock} for part in parts]
 
 
 def _beside(runs: Runs, first: Run, ports: list[int], restarts: int) -> list[Run]:

@@ -22,7 +22,7 @@ from backends.errors import UsageError
 from backends.gpus import Gpu, Gpus, GpuSample
 from backends.processes import ProcessSample, Rate, RunProcesses
 from backends.runs import Run, Runs
-from capture.dump import DumpError, Journal, TapState, read_tap
+from capture.dump import DumpError, Journal, TapState, read_tap, tap_folders
 
 GPU_SECONDS = 1.0  # that a look waits for NVML; it takes milliseconds unless it opens or hangs
 DISK_EVERY = 2.0
@@ -298,7 +298,7 @@ class DumpWatch:
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
         self._clock = clock
-        self._journal = Journal(folder)
+        self._journals: dict[Path, Journal] = {}
         self._states = {"done": Settled(), "failed": Settled()}
         self._paces: deque[Pace] = deque()
         self._broken: str | None = None
@@ -333,10 +333,11 @@ class DumpWatch:
 
     def _count(self) -> None:
         try:
-            for line in self._journal.read():
-                settled = self._states.setdefault(line.state, Settled())
-                settled.requests += 1
-                settled.bytes += line.bytes
+            for folder in tap_folders(self._folder):
+                for line in self._journals.setdefault(folder, Journal(folder)).read():
+                    settled = self._states.setdefault(line.state, Settled())
+                    settled.requests += 1
+                    settled.bytes += line.bytes
         except DumpError as error:
             self._broken = str(error)
 

@@ -116,7 +116,10 @@ class Drawer:
     async def _generate(self, rid: str, ids: list[int]) -> None:
         import aiohttp
 
-        body = {"input_ids": ids, "rid": rid, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
+        body: dict[str, Any] = {"input_ids": ids, "rid": rid}
+        body["sampling_params"] = {"max_new_tokens": 0, "temperature": 0}
+        if self.server.replica is not None:
+            body["routed_dp_rank"] = self.server.replica
         try:
             async with self.session.post("/generate", json=body) as answer:
                 if answer.status == 200:

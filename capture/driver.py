@@ -127,8 +127,8 @@ def extract(job: ExtractJob, report: Callable[[Any], None], say: Callable[[str],
     manifest.take_folder(output, job.allow_volatile, say)
     locks = [lock(output / ".lock", f"another extraction writes to {output}")]
     try:
-        for source in job.sources:
-            locks.append(lock(Path(source.lock), f"another job draws from the server {source.server.run}"))
+        for path, run in {source.lock: source.server.run for source in job.sources}.items():  # replicas share one
+            locks.append(lock(Path(path), f"another job draws from the server {run}"))
         extraction = Extraction(job, output, report, say, tell)
         extraction.prepare()
         return asyncio.run(extraction.drive())
@@ -265,7 +265,7 @@ class Extraction:
             profile=self.job.server.profile,
             server=_public(infos[0]),
             beside=[
-                manifest.Beside(server.run, server.profile, _public(info))
+                manifest.Beside(server.name, server.profile, _public(info))
                 for server, info in zip(self.servers[1:], infos[1:], strict=True)
             ],
             updated=time.time(),
@@ -457,7 +457,7 @@ class Extraction:
         self._tell_of_sample("failed", sample=sample.number, file=sample.file, line=sample.line, reason=reason)
 
     def _count_written(self, lane: Lane) -> None:
-        counts, run = self.progress.written_by, lane.server.run
+        counts, run = self.progress.written_by, lane.server.name
         self.progress.written_by = counts | {run: counts.get(run, 0) + 1}
 
     def _lose(self, lane: Lane, why: ServerGone) -> None:
@@ -469,9 +469,9 @@ class Extraction:
         if not left:
             self._stop(why)
             return
-        text = f"the server {lane.server.run} is dead; its {lane.samples} samples go on with the {left} left"
+        text = f"the server {lane.server.name} is dead; its {lane.samples} samples go on with the {left} left"
         self.say(f"warning: {text}")
-        self.tell("server_lost", server=lane.server.run, samples=lane.samples, left=left, reason=text)
+        self.tell("server_lost", server=lane.server.name, samples=lane.samples, left=left, reason=text)
         self.lanes.wake()
 
     def _is_stopping(self) -> bool:
@@ -582,8 +582,8 @@ def require_alike(servers: list[Server], taps: list[dump.TapState]) -> None:
             if first != other:
                 shown = (first.words(), other.words()) if name == "layers" else (first, other)
                 raise NotSafe(
-                    f"the servers draw other states: {name} is {shown[0]} of {servers[0].run}, {shown[1]} of "
-                    f"{server.run}; launch both alike"
+                    f"the servers draw other states: {name} is {shown[0]} of {servers[0].name}, {shown[1]} of "
+                    f"{server.name}; launch both alike"
                 )
 
 

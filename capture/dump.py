@@ -66,7 +66,8 @@ class TapState(msgspec.Struct, kw_only=True):
     `seen` counts requests by class: ours, warm_up, health, stranger. `reserve` is what the writer leaves free on the
     file system, in bytes; `slot_tokens` the rows that one arena slot holds; `dump_bytes` what dumps in flight may take
     beside the arena. `shared_forwards` counts those that held several requests of ours. `slot_wait_seconds` is the
-    back-pressure: how long forwards have waited for a slot, all together.
+    back-pressure: how long forwards have waited for a slot, all together. A server of several `replicas` has as many
+    taps.
     """
 
     format: int = FORMAT
@@ -82,6 +83,7 @@ class TapState(msgspec.Struct, kw_only=True):
     dtype: str = ""
     bytes_per_token: int = 0
     ranks: int = 1
+    replicas: int = 1
     slots: int = 0
     slots_free: int = 0
     slot_tokens: int = 0
@@ -137,8 +139,32 @@ def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
     scratch.replace(path)
 
 
+def tap_folders(dump_dir: Path) -> list[Path]:
+    """Where a server's taps are: its dump folder, or the folders in it of those replicas that are there."""
+    return sorted(dump_dir.glob("replica_*")) or [dump_dir]
+
+
 def read_tap(dump_dir: Path) -> TapState | None:
-    """The tap's state; None while there is none. Raises DumpError for one that another version wrote."""
+    """The tap's state; None while there is none. Raises DumpError for one that another version wrote.
+
+    Of a server of several replicas the first one's, with the counters of all of them.
+    """
+    folders = tap_folders(dump_dir)
+    if folders == [dump_dir] or (dump_dir / "tap.json").exists():  # the latter says why one of them is not in
+        return _read_tap(dump_dir)
+    taps = [tap for tap in map(_read_tap, folders) if tap is not None]
+    if not taps or len(taps) < taps[0].replicas:
+        return None
+    first = taps[0]
+    for other in taps[1:]:
+        for name in ("slots", "slots_free", "dump_bytes", "writers_lost", "failed", "slot_wait_seconds"):
+            setattr(first, name, getattr(first, name) + getattr(other, name))
+        first.writer_pids = [*first.writer_pids, *other.writer_pids]
+        first.seen = {name: count + other.seen.get(name, 0) for name, count in first.seen.items()}
+    return first
+
+
+def _read_tap(dump_dir: Path) -> TapState | None:
     path = dump_dir / "tap.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=TapState)

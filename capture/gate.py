@@ -58,7 +58,6 @@ OFF = (
 # Sizes that must be 1, why, and how to say so.
 ONE = (
     ("pp_size", "pipeline stages each see a part of the layers", "--pp-size 1"),
-    ("dp_size", "replicas each have a tap of their own, which is not built yet", "--dp-size 1"),
     ("attn_dp_size", "with attention DP the states are spread over ranks", "--attn-dp-size 1"),
     ("attn_cp_size", "context parallelism splits prompts over ranks", "--attn-cp-size 1"),
     ("dcp_size", "context parallelism splits prompts over ranks", "--dcp-size 1"),
@@ -67,7 +66,7 @@ ONE = (
 
 def check(info: dict[str, Any], tap: TapState | None, expected: Expected) -> list[Finding]:
     """All findings for a server with these resolved arguments (`/server_info`) and this tap; empty is safe."""
-    return [*_tap(tap, expected), *_arguments(info), *_lengths(info, expected), *_notes(info)]
+    return [*_tap(info, tap, expected), *_arguments(info), *_lengths(info, expected), *_notes(info)]
 
 
 def refusal(findings: list[Finding]) -> str | None:
@@ -82,7 +81,7 @@ def _fatal(name: str, what: str, remedy: str) -> Finding:
     return Finding(name, True, what, remedy)
 
 
-def _tap(tap: TapState | None, expected: Expected) -> Iterator[Finding]:
+def _tap(info: dict[str, Any], tap: TapState | None, expected: Expected) -> Iterator[Finding]:
     if tap is None or not tap.inside:
         yield _fatal("tap_absent", "the tap is not in the server", "start it with `layertap launch`")
         return
@@ -91,6 +90,13 @@ def _tap(tap: TapState | None, expected: Expected) -> Iterator[Finding]:
             "tap_code",
             f"the server runs the tap of another version of Layertap (code {tap.code}, ours is {expected.code})",
             "stop it and launch it again",
+        )
+    replicas = info.get("dp_size") or 1
+    if tap.replicas != replicas and not info.get("enable_dp_attention"):
+        yield _fatal(
+            "replicas",
+            f"the server has {replicas} replicas, the tap knows of {tap.replicas}",
+            "start it with `layertap launch`",
         )
     if expected.model is not None and tap.model != expected.model:
         yield _fatal(

@@ -46,7 +46,7 @@ class Keeper:
     def __init__(self, settings: TapSettings, state: TapState, device: Any) -> None:
         assert state.layers is not None
         self.settings, self.state = settings, state
-        self.dump_dir = make_private(Path(settings.dump_dir))
+        self.dump_dir = make_private(settings.folder)
         self.requests: dict[str, Request] = {}
         self.numbers = 0
         self.published = b""
@@ -57,7 +57,7 @@ class Keeper:
         self.copier = copier_for(self.arena.bytes, device)
         state.slots, state.bytes_per_token = self.arena.shape.slots, self.arena.shape.bytes_per_token
         self.writers = Writers(
-            settings.writers or default_count(state.ranks),
+            settings.writers or default_count(state.ranks, state.replicas),
             self.arena.shape.slots,
             WriterSettings(
                 dump_dir=str(self.dump_dir),
@@ -77,8 +77,10 @@ class Keeper:
         """As large as memory allows, and what dumps may take beside it."""
         shape = ArenaShape(1, self.state.slot_tokens, states, self.state.hidden, self.state.dtype)
         disk = os.statvfs(self.dump_dir)
-        free = disk.f_bavail * disk.f_frsize - self.settings.reserve
-        room = memory.divide(self.settings.memory, shape.slot_bytes, memory.available(), free)
+        replicas = self.state.replicas
+        asked = None if self.settings.memory is None else self.settings.memory // replicas
+        free = (disk.f_bavail * disk.f_frsize - self.settings.reserve) // replicas
+        room = memory.divide(asked, shape.slot_bytes, memory.available() // replicas, free)
         return Arena.create(self.dump_dir / "arena", msgspec.structs.replace(shape, slots=room.slots)), room
 
     def count(self, batch: Any, ours: list[bool]) -> None:
@@ -93,7 +95,7 @@ class Keeper:
             return "ours"
         if rid.startswith(HEALTH_PREFIX):
             return "health"
-        return "warm_up" if (self.dump_dir / "warming").exists() else "stranger"
+        return "warm_up" if (Path(self.settings.dump_dir) / "warming").exists() else "stranger"
 
     def take(self, batch: Any, states: list[Any]) -> None:
         """Copy the rows of our requests into a slot and tell the writers; never raises, waits `SLOT_WAIT` at most."""

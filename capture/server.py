@@ -36,7 +36,7 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job needs to draw from a server run."""
+    """What a job needs to draw from a server run, or from one of its replicas, whose dump folder it then names."""
 
     run: str
     url: str
@@ -47,11 +47,17 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     profile: str
     trust_remote_code: bool = False
     api_key: str | None = None
+    replica: int | None = None
 
     @property
     def headers(self) -> dict[str, str]:
         """HTTP headers for every request."""
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+    @property
+    def name(self) -> str:
+        """The run's id, with the replica's number where it has several."""
+        return self.run if self.replica is None else f"{self.run} replica {self.replica}"
 
     def info(self, seconds: float = 30.0) -> dict[str, Any]:
         """`/server_info`: the resolved arguments. Raises ServerGone where nobody answers."""

@@ -14,10 +14,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from capture import code_hash
-from capture.dump import TapState
+from capture.dump import TapState, make_private
 from capture.keeper import Keeper
-from capture.layers import boundaries_of, inner_model, resolve, set_boundaries
+from capture.layers import LayerError, boundaries_of, inner_model, resolve, set_boundaries
 from capture.rank_sums import RankSums
 from capture.settings import TapSettings
 
@@ -38,6 +40,10 @@ class Tap:
         import sglang
         from sglang.srt.distributed.parallel_state import get_tp_group
 
+        replicas = replicas_of(runner.server_args)
+        if replicas > 1:
+            settings = msgspec.structs.replace(settings, replica=this_replica())
+            make_private(Path(settings.dump_dir))
         self.settings = settings
         self.inner = inner_model(runner.model)
         self.layers = resolve(runner.model, settings.layers, sglang.__version__)
@@ -45,7 +51,7 @@ class Tap:
         self.keeper: Keeper | None = None
         rank, model = get_tp_group().rank_in_group, runner.model
         self.rank_sums = RankSums(
-            Path(settings.dump_dir), settings.secret, rank, lambda: boundaries_of(model, self.layers.serve_ids)
+            settings.folder, settings.secret, rank, lambda: boundaries_of(model, self.layers.serve_ids)
         )
         if rank == 0:
             self.keeper = Keeper(
@@ -58,6 +64,7 @@ class Tap:
                     model_class=type(runner.model).__name__,
                     layers=self.layers,
                     ranks=get_tp_group().world_size,
+                    replicas=replicas,
                     hidden=runner.model_config.hidden_size,
                     dtype=str(runner.model_config.dtype).removeprefix("torch."),
                     slot_tokens=forward_tokens(runner.server_args, runner.model_config.context_len),
@@ -124,6 +131,28 @@ class Tap:
         hidden = args[0] if args else kwargs["x"]
         residual = args[1] if len(args) > 1 else kwargs.get("residual")
         self.pre_norm = hidden.clone() if residual is None else hidden + residual
+
+
+def replicas_of(server_args: Any) -> int:
+    """Replicas of a server (`--dp-size`); with attention DP, which has the same option, it is one."""
+    attention = getattr(server_args, "enable_dp_attention", False)
+    return 1 if attention else int(getattr(server_args, "dp_size", None) or 1)
+
+
+def this_replica() -> int:
+    """Which replica this process belongs to, from 0. Raises LayerError where SGLang does not say it."""
+    try:
+        from sglang.srt.runtime_context import get_parallel
+
+        replica = get_parallel().dp_rank
+    except ImportError:
+        replica = None
+    if replica is None:
+        raise LayerError(
+            "this SGLang does not say which replica a process belongs to, 0.5.23 does: start a server for each replica "
+            "instead of --dp-size, and extract with --port for each"
+        )
+    return int(replica)
 
 
 def forward_tokens(server_args: Any, context_length: int) -> int:

@@ -21,9 +21,12 @@ MOST_WRITERS = 12
 SLOW_SECONDS = 1.0  # without an answer, after which a writer gets new requests only where no other one is left
 
 
-def default_count(ranks: int) -> int:
-    """Writers where none were asked for: half of the cores that the `ranks` scheduler processes leave."""
-    return max(1, min(MOST_WRITERS, (len(os.sched_getaffinity(0)) - ranks) // 2))
+def default_count(ranks: int, replicas: int = 1) -> int:
+    """Writers where none were asked for: half of the cores that the scheduler processes leave.
+
+    These are `ranks` for each of the `replicas`, which have the cores together.
+    """
+    return max(1, min(MOST_WRITERS, (len(os.sched_getaffinity(0)) // replicas - ranks) // 2))
 
 
 class Writers:

@@ -328,3 +328,20 @@ def test_a_full_file_system_leaves_the_old_json(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="No space left on device"):
             dump.write_json(small / "tap.json", msgspec.structs.replace(TAP, model="x" * 9000))
         assert dump.read_tap(small) == TAP
+
+
+def test_the_tap_of_a_server_of_replicas_is_there_once_all_of_them_are(tmp_path: Path) -> None:
+    assert dump.tap_folders(tmp_path) == [tmp_path]
+    seen = {"ours": 3, "health": 1}
+    for k in (0, 1):
+        state = msgspec.structs.replace(TAP, pid=50 + k, replicas=2, slots=4, failed=k, seen=seen, writer_pids=[60 + k])
+        (tmp_path / f"replica_{k}").mkdir()
+        assert dump.read_tap(tmp_path) is None
+        dump.write_json(tmp_path / f"replica_{k}" / "tap.json", state)
+    whole = dump.read_tap(tmp_path)
+    assert whole is not None
+    assert (whole.pid, whole.slots, whole.failed, whole.writer_pids) == (50, 8, 1, [60, 61])
+    assert whole.seen == {"ours": 6, "health": 2}
+    absent = msgspec.structs.replace(TAP, inside=False, error="no such layer")
+    dump.write_json(tmp_path / "tap.json", absent)
+    assert dump.read_tap(tmp_path) == absent, "why one of them is not in goes before what the others are"

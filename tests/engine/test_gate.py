@@ -165,9 +165,9 @@ UNSAFE: list[tuple[dict[str, Any], str, str, str]] = [
     ),
     (
         {"dp_size": 4},
-        "dp_size",
-        "dp_size is 4: replicas each have a tap of their own, which is not built yet",
-        "start with --dp-size 1",
+        "replicas",
+        "the server has 4 replicas, the tap knows of 1",
+        "start it with `layertap launch`",
     ),
     (
         {"attn_dp_size": 8},
@@ -225,6 +225,10 @@ def test_every_field_of_the_safe_server_matters() -> None:
     """Each is covered above, or only makes a note, or is the fallback of another one."""
     covered = {field for differs, *_ in UNSAFE for field in differs}
     assert set(SAFE) - covered == {"disable_cuda_graph", "kv_cache_dtype", "context_length"}
+
+
+def test_replicas_that_all_have_a_tap_are_safe() -> None:
+    assert check(SAFE | {"dp_size": 4}, msgspec.structs.replace(TAP, replicas=4), EXPECTED) == []
 
 
 @pytest.mark.parametrize("size", [None, 0, 1])

@@ -17,6 +17,7 @@ from backends.errors import Interrupted, Locked, NotVerified, OurBug, RunDied, U
 from backends.host import LocalHost
 from backends.jobs import describe, draw_lock, draws_from, start_job
 from backends.runs import Run, Runs, machine_id
+from capture.dump import TapState, write_json
 from console import headless
 from console.session import Session
 
@@ -98,6 +99,7 @@ def test_what_a_job_is_told_of_its_server(job: Callable[..., Run], server: Serve
             "profile": "fake",
             "trust_remote_code": False,
             "api_key": None,
+            "replica": None,
         },
         "lock": f"{home}/state/layertap/locks/{machine_id()}-{run.spec.port}.draw",
     }
@@ -135,6 +137,26 @@ def test_several_servers_are_told_each_with_its_lock(
     ):
         with pytest.raises(failed, match=message):
             start_job(all_runs, payload_folder, "extract", {"rows": "r", "output": "other"} | more, ports[0])
+
+
+def test_a_server_of_replicas_is_told_as_each_of_them(
+    job: Callable[..., Run], server: Server, home: Path, all_runs: Runs
+) -> None:
+    run = server("silent")
+    dumps = Path(describe(run).dump_dir)
+    for k in (0, 1):
+        (dumps / f"replica_{k}").mkdir()
+        tap = TapState(code="", pid=1, sglang="", model="", model_class="", replicas=2)
+        write_json(dumps / f"replica_{k}" / "tap.json", tap)
+    told = json.loads((job("extract", rows="rows.jsonl", output="data").folder / "job.json").read_text())
+    parts = [told, *told["beside"]]
+    assert [(part["server"]["replica"], part["server"]["dump_dir"]) for part in parts] == [
+        (0, str(dumps / "replica_0")), (1, str(dumps / "replica_1")),
+    ]  # fmt: skip
+    assert {part["lock"] for part in parts} == {str(draw_lock(all_runs, run))}
+    tried = json.loads((job("try", text="hello").folder / "job.json").read_text())
+    assert tried["server"]["replica"] == 0
+    assert "beside" not in tried
 
 
 def test_the_lock_for_drawing_is_the_servers(all_runs: Runs, server: Server) -> None:
