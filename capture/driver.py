@@ -408,14 +408,16 @@ class Extraction:
     async def _attempts(self, sample: Sample, place: Place) -> None:
         ids, mask = self.ledger.tokens(sample)
         reason, attempts, failures, not_finite = "", sample.attempts, 0, False
+        moved = False
         while failures < ATTEMPTS:
             if reason:
                 self.say(f"sample {sample.number} is drawn again: {reason}")
-                self._tell_of_sample("retry", sample=sample.number, reason=reason)
+                if not moved:  # the loss of a server is one event, not one for each of its samples
+                    self._tell_of_sample("retry", sample=sample.number, reason=reason)
                 await asyncio.sleep(BACK_OFF * 4 ** (failures - 1) if failures else 0)
             if self.stopping:
                 return
-            attempts += 1
+            attempts, moved = attempts + 1, False
             self.changes.append(Change(sample.number, "sent", attempts))
             self.progress.pending -= 1
             self.progress.sent += 1
@@ -434,6 +436,7 @@ class Extraction:
                 reason = str(error)
                 self._lose(place.lane, error)
                 await self.lanes.move(place, self._is_stopping)
+                moved = True
                 continue
             self.progress.sent -= 1
             self.progress.captured += 1
