@@ -18,6 +18,7 @@ def stop_tuning(all_runs: Runs, run: Run, why: str) -> Stopped:
 
 
 def stop_servers(all_runs: Runs, run: Run, why: str) -> list[str]:
-    """Stop the live servers that a tuning run has launched; returns what is left of them."""
-    own = [server for server in all_runs.all("server") if server.spec.details.get("tune") == run.id and server.alive()]
-    return [f"{thing} of {server.id}" for server in own for thing in stop(server, why).left]
+    """Stop the servers of a tuning run, and what a stop that was cut short left; returns what is still there."""
+    own = [server for server in all_runs.all("server") if server.spec.details.get("tune") == run.id]
+    there = [server for server in own if server.alive() or server.processes()]
+    return [f"{thing} of {server.id}" for server in there for thing in stop(server, why).left]
