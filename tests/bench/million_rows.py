@@ -1,7 +1,8 @@
 """A million rows: the plan, the start of an extraction (tokenise, ledger), and a resume of one that is finished.
 
-usage: PYTHONPATH=. python tests/bench/million_rows.py FILE [ROWS [STEP ...]]
-In SGLang's environment; no server is started. The steps are plan, start, finish and resume.
+usage: PYTHONPATH=. python tests/bench/million_rows.py FILE [ROWS [KIND [STEP ...]]]
+In SGLang's environment; no server is started. KIND is chat, which is tokenised, or ids, which were before. The steps
+are plan, start, finish and resume.
 
 Each step is a process of its own, with the code that the jobs run. FILE gets, for each, its seconds, those of all cores
 together, and the peak of the memory that it and its workers took: `pss_mb` counts what they share once, `rss_mb` once
@@ -39,7 +40,20 @@ BATCH = 1000  # samples that are settled at once
 WORDS = [f"{a}{b}" for a in ("ba", "de", "fi", "go", "lu", "mer", "tion") for b in ("la", "n", "rest", "s", "ck", "y")]
 
 
-def make_rows(path: Path, count: int) -> None:
+def make_ids(path: Path, count: int) -> None:
+    """Rows of 40 to 80 token ids with their mask; one in a hundred is repeated."""
+    chance = random.Random(0)
+    with path.open("w") as file:
+        line = ""
+        for number in range(count):
+            if number % 100 or not line:
+                half = chance.randint(20, 40)
+                ids = [*(260 + int(digit) for digit in str(number)), *range(100, 100 + 2 * half)]
+                line = json.dumps({"input_ids": ids, "loss_mask": [0] * (len(ids) - half) + [1] * half}) + "\n"
+            file.write(line)
+
+
+def make_chats(path: Path, count: int) -> None:
     """Chats of a system's, a user's and an assistant's message, 10 to 60 words long; one in a hundred is repeated."""
     chance = random.Random(0)
     texts = [" ".join(chance.choices(WORDS, k=chance.randint(5, 30))) for _ in range(1000)]
@@ -186,17 +200,17 @@ def _tree(pid: int | None) -> list[tuple[int, int]]:
     return found
 
 
-def main(target: Path, count: int, steps: list[str]) -> None:
+def main(target: Path, count: int, kind: str, steps: list[str]) -> None:
     work = Path(tempfile.mkdtemp(prefix="layertap-million-", dir=target.resolve().parent))
     try:
         os.chdir(work)
         path, output = work / "rows.jsonl", work / "out"
         output.mkdir()
         model = str(models.build("llama", work / "llama"))
-        make_rows(path, count)
+        {"chat": make_chats, "ids": make_ids}[kind](path, count)
         made = {
             "schema": 1,
-            "what": f"tests/bench/million_rows.py, {count:,} rows, {path.stat().st_size / 1e6:.0f} MB of JSON lines",
+            "what": f"tests/bench/million_rows.py, {count:,} rows of {kind}, {path.stat().st_size / 1e6:.0f} MB of JSON lines",
             "machine": f"{parallel.default_workers()} cores, load {os.getloadavg()[0]:.1f} before, Python {platform.python_version()}",
             **{step.__name__: measure(step, path, model, output) for step in STEPS if step.__name__ in steps},
         }
@@ -207,4 +221,5 @@ def main(target: Path, count: int, steps: list[str]) -> None:
 
 if __name__ == "__main__":
     count = int(sys.argv[2]) if len(sys.argv) > 2 else 1_000_000
-    main(Path(sys.argv[1]), count, sys.argv[3:] or [step.__name__ for step in STEPS])
+    kind = sys.argv[3] if len(sys.argv) > 3 else "chat"
+    main(Path(sys.argv[1]), count, kind, sys.argv[4:] or [step.__name__ for step in STEPS])
