@@ -89,8 +89,8 @@ def _disk(run: Run, sample: dict[str, Any]) -> Space | None:
     return None if free is None or now is None else Space(output, free, now.bytes_written)
 
 
-def folder_bytes(folder: Path, depth: int = 2) -> int:
-    """What a folder and its folders take on their file system; what goes meanwhile is left out."""
+def folder_bytes(folder: Path, depth: int = 3) -> int:
+    """What a folder takes on its file system, down to the dumps of replicas; what goes meanwhile is left out."""
     total = 0
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:

@@ -25,7 +25,7 @@ from backends.alarms import AlarmWatch
 from backends.alarms import Limits as AlarmLimits
 from backends.diagnose import Limits
 from backends.errors import ExitCode, LayertapError, LeftBehind, RunDied
-from backends.jobs import describe, read_job
+from backends.jobs import read_job, sources
 from backends.launch import relaunch
 from backends.runs import Run, Runs, start_child, stop, supervise, write_json
 from backends.sample import Sampler
@@ -155,17 +155,23 @@ class Supervisor:
             raise LeftBehind(f"of {dead.id} there is still: {'; '.join(left)}")
         self.watch = self._watch(relaunch(self.runs, dead))
         server = self.watch.run
-        job = read_job(self.run)
-        write_json(self.run.folder / "job.json", job | {"server": msgspec.to_builtins(describe(server))})
+        self._draw_from(server)
         for seen in self._looks(LOOK_SECONDS, READY_SECONDS):
             if server.stop_asked:
                 raise StopAsked
             if settled(seen):
                 verdict = seen["verdict"]
                 if verdict["verdict"] in ("healthy", "degraded"):
+                    self._draw_from(server)
                     return
                 raise RunDied("; ".join(filter(None, (verdict["cause"], verdict["remedy"]))))
         raise RunDied(f"it was not ready after {READY_SECONDS:g} s")
+
+    def _draw_from(self, server: Run) -> None:
+        """Tell the next driver, and whoever stops the server, of whom is drawn: its replicas, once it has said so."""
+        first, *more = sources(self.runs, server)
+        job = {name: value for name, value in read_job(self.run).items() if name != "beside"}
+        write_json(self.run.folder / "job.json", job | first | ({"beside": more} if more else {}))
 
     def _looks(self, pause: float, seconds: float) -> Iterator[dict[str, Any]]:
         """One look at the server after another, for so many seconds. Raises StopAsked."""
