@@ -1,0 +1,309 @@
+"""Verbs about prompts, rows and datasets. Heavy imports stay inside them, so that `--help` is quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from backends.errors import ExitCode
+from console.options import (
+    COMMON,
+    ROW_OPTIONS,
+    Common,
+    RowOptions,
+    app,
+    asked_formats,
+    asked_row_options,
+    host_path,
+    open_host,
+)
+
+if TYPE_CHECKING:
+    from console.session import Session
+
+
+@app.command(name="try")
+def try_prompt(
+    text: str,
+    *,
+    chat: bool = False,
+    port: int | None = None,
+    common: Common = COMMON,
+) -> int:
+    """Send one prompt and show its tokens and what came out of every layer.
+
+    Args:
+        text: the prompt, taken as it is.
+        chat: take it as a user's message, through the chat template.
+        port: port of the server, where several run.
+    """
+    from console import headless, words
+
+    with open_host(common) as session:
+        run = headless.follow_job(
+            session, session.start("try", {"text": text, "chat": chat}, port)["id"], lambda _: "drawing …"
+        )
+        code, result = session.finish(run)
+        headless.out(result, common.json, words.tried)
+        return code
+
+
+@app.command
+def probe(*, against_hf: bool = False, port: int | None = None, common: Common = COMMON) -> int:
+    """Show by drawing that a server is safe to draw from: alone, in a batch, on every rank; exit 6 where it is not.
+
+    Args:
+        against_hf: compare with a Hugging Face forward on the host's CPU too, where its memory holds the model.
+        port: port of the server, where several run.
+    """
+    from console import headless, words
+
+    with open_host(common) as session:
+        run = headless.follow_job(
+            session,
+            session.start("probe", {"against_hf": against_hf}, port)["id"],
+            lambda now: f"{now['what']} …",
+        )
+        code, result = session.finish(run)
+        headless.out(result, common.json, words.probed)
+        return code
+
+
+@app.command
+def plan(
+    rows: Path,
+    *,
+    output: Path | None = None,
+    format: str | None = None,
+    model: str | None = None,
+    layers: int = 3,
+    show: list[str] | None = None,
+    trust_remote_code: bool = False,
+    options: RowOptions = ROW_OPTIONS,
+    common: Common = COMMON,
+) -> int:
+    """Show what an extraction would do, before any GPU time; exit 1 where rows are bad or their masks would be wrong.
+
+    Args:
+        rows: JSONL, JSON or Parquet file, folder of such files, or folder of a saved Hugging Face dataset.
+        output: folder that the dataset would go to.
+        format: formats, e.g. native,specforge.
+        model: folder of the model on the host; the running server's without it.
+        layers: how many layers are drawn.
+        show: instead, show this row with its loss mask, by its line or index, e.g. 17 or b.parquet:17; repeatable.
+        trust_remote_code: let the model's own tokenizer code run.
+    """
+    from console import headless, words
+
+    with open_host(common) as session:
+        job = {
+            "rows": host_path(rows, common),
+            "output": host_path(output, common) if output else None,
+            "formats": asked_formats(format, session),
+            "model": model and host_path(Path(model), common),
+            "layers": layers,
+            "show": show or [],
+            "trust_remote_code": trust_remote_code,
+            "options": asked_row_options(options, session),
+        }
+        run = headless.follow_job(session, session.start("plan", job)["id"], lambda now: f"{now['rows']:,} rows read …")
+        code, result = session.finish(run)
+        headless.out(result, common.json, words.chosen_rows if show else words.plan)
+        return code
+
+
+@app.command
+def extract(
+    rows: Path,
+    *,
+    output: Path,
+    format: str | None = None,
+    port: list[int] | None = None,
+    watch: bool = False,
+    detach: bool = False,
+    allow_volatile: bool = False,
+    restart_server: int = 0,
+    options: RowOptions = ROW_OPTIONS,
+    common: Common = COMMON,
+) -> int:
+    """Draw the states of every row into a dataset; the same command again attaches or goes on.
+
+    Args:
+        rows: JSONL, JSON or Parquet file, folder of such files, or folder of a saved Hugging Face dataset.
+        output: folder of the dataset.
+        format: formats, e.g. native,specforge.
+        port: port of the server, where several run; given several times, all of them draw.
+        watch: with --json, a line of progress twice a second.
+        detach: return at once.
+        allow_volatile: let the dataset lie in memory (tmpfs).
+        restart_server: how often a server that dies is launched again as it was; the run then goes on.
+    """
+    from console import headless
+    from console.extraction import job
+    from console.session import going_on
+
+    with open_host(common) as session:
+        place = host_path(output, common)
+        run = session.extraction(place)
+        if run is not None and going_on(run):
+            headless.say(f"attached to {run['id']}, which writes to {place} already")
+        else:
+            asked = job(
+                host_path(rows, common),
+                place,
+                asked_formats(format, session),
+                asked_row_options(options, session),
+                allow_volatile=allow_volatile,
+                restart_server=restart_server,
+                beside_ports=port[1:] if port else None,
+            )
+            run = session.start("extract", asked, port[0] if port else None)
+            headless.say(f"started {run['id']}")
+        if detach:
+            headless.out(run, common.json, lambda run: [run["id"]])
+            return ExitCode.OK
+        return _follow_extraction(session, run["id"], common.json, watch)
+
+
+def _follow_extraction(session: Session, run_id: str, as_json: bool, watch: bool) -> int:
+    from console import headless, words
+
+    run: dict[str, Any] = {}
+    narration = headless.EventNarration()
+    try:
+        for run in session.follow(run_id):
+            narration.show(run)
+            if not run["progress"]:
+                continue
+            headless.ProgressLine.show(words.progress(run["progress"]))
+            if watch and as_json:
+                headless.out(run["progress"], True, words.extraction)
+    except KeyboardInterrupt:
+        headless.say(f"\n{run_id} goes on; the same command attaches to it again, `layertap stop {run_id}` stops it")
+        return ExitCode.INTERRUPTED
+    headless.ProgressLine.clear()
+    code, result = session.finish(run)
+    headless.out(result, as_json, lambda _: words.extraction(run))
+    if result["bad_rows"]:
+        headless.say(f"{result['bad_rows']} bad rows gave no sample; `layertap logs {run_id}` names them")
+    return code
+
+
+@app.command
+def pull(dataset: str, target: Path, *, samples: str | None = None, common: Common = COMMON) -> int:
+    """Copy a dataset, finished or not, from the host to this machine; the same command again goes on.
+
+    Args:
+        dataset: folder of the dataset on the host.
+        target: folder on this machine.
+        samples: only these, e.g. 3,7,10-20.
+    """
+    import msgspec
+
+    from console import headless, words
+    from console.pull import Progress, parse_samples
+    from console.pull import pull as copy
+
+    def show(now: Progress) -> None:
+        headless.ProgressLine.show(words.pulling(msgspec.structs.asdict(now)))
+
+    chosen = parse_samples(samples) if samples is not None else None
+    with open_host(common) as session:
+        try:
+            made = copy(session.host, host_path(Path(dataset), common), target.expanduser(), chosen, show)
+        except KeyboardInterrupt:
+            headless.say("\nwhat was fetched stays; the same command goes on with the rest")
+            return ExitCode.INTERRUPTED
+        finally:
+            headless.ProgressLine.clear()
+        headless.out(msgspec.to_builtins(made), common.json, words.pulled)
+        return ExitCode.NOT_VERIFIED if made.failed else ExitCode.OK
+
+
+@app.command
+def verify(dataset: Path, *, sample: int | None = None, common: Common = COMMON) -> int:
+    """Verify a dataset in every format that it holds, or a folder of dumps, reading every file; exit 1 where any fails.
+
+    Args:
+        dataset: folder of the dataset, one format's folder in it, or a folder of req_N.
+        sample: only so many samples, chosen at random.
+    """
+    from console import headless, words
+
+    with open_host(common) as session:
+        job = {"output": host_path(dataset, common), "sample": sample}
+        run = headless.follow_job(session, session.start("verify", job)["id"], words.verifying)
+        code, result = session.finish(run)
+        headless.out(result, common.json, words.verified)
+        return code
+
+
+@app.command
+def diff(a: Path, b: Path, *, common: Common = COMMON) -> int:
+    """Compare two datasets by content: samples, masks and every state; exit 1 where they differ.
+
+    Args:
+        a: folder of a dataset.
+        b: folder of another one on the same host; numbers, formats and order need not be the same.
+    """
+    from console import headless, words
+
+    with open_host(common) as session:
+        job = {"dataset": host_path(a, common), "other": host_path(b, common)}
+        run = headless.follow_job(session, session.start("diff", job)["id"], words.comparing)
+        code, result = session.finish(run)
+        headless.out(result, common.json, words.compared)
+        return code
+
+
+@app.command
+def export(
+    dataset: Path,
+    *,
+    format: str,
+    output: Path | None = None,
+    allow_volatile: bool = False,
+    common: Common = COMMON,
+) -> int:
+    """Write a dataset in further formats, from native; the same command again goes on; exit 1 where a sample fails.
+
+    Args:
+        dataset: folder of the dataset.
+        format: formats, e.g. specforge,speculators.
+        output: folder of another dataset for them, on any file system; without it they go into this one.
+        allow_volatile: let that lie in memory (tmpfs).
+    """
+    from console import headless, words
+
+    with open_host(common) as session:
+        job = {
+            "dataset": host_path(dataset, common),
+            "formats": format.split(","),
+            "output": host_path(output, common) if output else None,
+            "allow_volatile": allow_volatile,
+        }
+        run = headless.follow_job(session, session.start("export", job)["id"], words.exporting)
+        code, result = session.finish(run)
+        headless.out(result, common.json, words.exported)
+        return code
+
+
+@app.command
+def sample(dataset: Path, number: int, *, trust_remote_code: bool = False, common: Common = COMMON) -> int:
+    """Show one sample token by token: the loss mask, the states' norms, odd rows; exit 1 where it is not verified.
+
+    Args:
+        dataset: folder of the dataset.
+        number: the sample's number.
+        trust_remote_code: let the model's own tokenizer code run.
+    """
+    from console import headless, words
+
+    with open_host(common) as session:
+        place = host_path(dataset, common)
+        model = session.host.request("dataset", path=place)["manifest"]["settings"]["model"]
+        job = {"output": place, "number": number, "trusted_model": model if trust_remote_code else None}
+        run = headless.follow_job(session, session.start("sample", job)["id"], lambda _: "reading …")
+        code, result = session.finish(run)
+        headless.out(result, common.json, words.sample)
+        return code
