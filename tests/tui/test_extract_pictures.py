@@ -65,6 +65,13 @@ async def plan(pilot: Pilot[Any]) -> None:
     await until_shown(pilot, "24 good")
 
 
+async def samples(pilot: Pilot[Any]) -> None:
+    """The samples, with one that failed under the cursor."""
+    await keys("a", text="4,402")(pilot)
+    await pilot.press("j", "j")
+    await until_shown(pilot, "! sample 4,402")
+
+
 async def sample(pilot: Pilot[Any]) -> None:
     """One sample, two rows of which are odd."""
     await until_shown(pilot, "READY")
@@ -88,7 +95,7 @@ SHOWN: dict[str, tuple[dict[str, Any] | None, Go]] = {
     "form": (None, keys("x", text="New extraction")),
     "plan": (None, plan),
     "browser": (None, browser),
-    "samples": (ended(), keys("a", "j", "j", text="! sample 4,402")),
+    "samples": (ended(), samples),
     "sample": (ended(), sample),
 }
 
