@@ -39,12 +39,16 @@ COMMIT_SECONDS = 0.5
 
 
 class ExportJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be written; paths are the host's. `output` is the dataset itself where it is None."""
+    """What is to be written; paths are the host's. `output` is the dataset itself where it is None.
+
+    `draft_vocab`: tokens of a drafter's vocabulary, whose maps are then written too.
+    """
 
     dataset: str
     formats: list[str]
     output: str | None = None
     allow_volatile: bool = False
+    draft_vocab: int | None = None
 
 
 class Progress(msgspec.Struct, kw_only=True):
@@ -115,10 +119,11 @@ def export(job: ExportJob, report: Callable[[Progress], None], say: Callable[[st
     output = Path(job.output) if job.output else dataset
     manifest = read_manifest(dataset)
     require_fit(dataset, manifest, job.formats, in_place=output.resolve() == dataset.resolve())
+    vocabulary = draft_vocabulary(manifest, job)
     take_folder(output, job.allow_volatile, say)
     held = lock(output / ".lock", f"another job writes to {output}")
     try:
-        return Export(job, dataset, output, manifest, report, say).run()
+        return Export(job, dataset, output, manifest, vocabulary, report, say).run()
     except (OSError, sqlite3.OperationalError) as error:
         if isinstance(error, OSError) or is_full(error):
             raise cannot_write(output, error) from error
@@ -146,6 +151,26 @@ def require_fit(dataset: Path, manifest: Manifest, names: list[str], *, in_place
             )
 
 
+def draft_vocabulary(manifest: Manifest, job: ExportJob) -> formats.DraftVocabulary | None:
+    """The drafter's vocabulary that is asked for. Raises ManifestError where it does not fit model or formats."""
+    if job.draft_vocab is None:
+        return None
+    for name in job.formats:
+        if not formats.find(name).takes_vocabulary:
+            raise ManifestError(f"--format {name}: it takes no maps of a drafter's vocabulary; export it without")
+    path = Path(manifest.settings.model) / "config.json"
+    try:
+        config = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ManifestError(
+            f"--draft-vocab: the size of the model's vocabulary is not known; {path}: {error}"
+        ) from error
+    size = (config.get("text_config") or config).get("vocab_size")
+    if not isinstance(size, int) or not 1 <= job.draft_vocab <= size:
+        raise ManifestError(f"--draft-vocab {job.draft_vocab:,}: {path} has a vocab_size of {size}")
+    return formats.DraftVocabulary(job.draft_vocab, size)
+
+
 class Export:
     """One run of an export."""
 
@@ -155,9 +180,11 @@ class Export:
         dataset: Path,
         output: Path,
         manifest: Manifest,
+        vocabulary: formats.DraftVocabulary | None,
         report: Callable[[Progress], None],
         say: Callable[[str], None],
     ) -> None:
+        self.vocabulary = vocabulary
         self.job, self.dataset, self.output, self.report, self.say = job, dataset, output, report, say
         self.manifest = manifest
         self.in_place = output.resolve() == dataset.resolve()
@@ -179,7 +206,7 @@ class Export:
                 self._require_space(source, target)
                 self._write_all(source, target)
                 self._show("finishing")
-                finish(self.output, made, target, self.job.formats)
+                finish(self.output, made, target, self.job.formats, self.vocabulary)
                 made.counts, made.updated = made.counts | target.counts(), time.time()
                 write_manifest(self.output, made)
         self._show("finished")

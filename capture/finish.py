@@ -10,16 +10,26 @@ from capture.ledger import Ledger
 from capture.manifest import Finished, Manifest
 
 
-def finish(output: Path, manifest: Manifest, ledger: Ledger, names: Iterable[str]) -> None:
+def finish(
+    output: Path,
+    manifest: Manifest,
+    ledger: Ledger,
+    names: Iterable[str],
+    vocabulary: formats.DraftVocabulary | None = None,
+) -> None:
     """Write it for the formats `names` where the samples have changed, and note it in `manifest`.
 
-    Raises LedgerError where a format cannot take these samples, OSError.
+    A drafter's `vocabulary` that was asked for once is made anew with the rest. Raises LedgerError where a format
+    cannot take these samples, OSError.
     """
     for name in names:
-        written = ledger.written_in(name)
-        if not written or not formats.find(name).finishes or is_finished(output, manifest, ledger, name):
+        written, made = ledger.written_in(name), manifest.finished.get(name)
+        wanted = vocabulary or (made.vocabulary if made else None)
+        if not written or not (formats.find(name).finishes or wanted):
             continue
-        manifest.finished[name] = Finished(written, formats.finish(name, output, ledger.all_tokens))
+        if made and made.vocabulary == wanted and is_finished(output, manifest, ledger, name):
+            continue
+        manifest.finished[name] = Finished(written, formats.finish(name, output, ledger.all_tokens, wanted), wanted)
 
 
 def is_finished(output: Path, manifest: Manifest, ledger: Ledger, name: str) -> bool:

@@ -13,6 +13,7 @@ import msgspec
 
 from capture.alarms import Alarm
 from capture.dump import write_json
+from capture.formats.vocabulary import DraftVocabulary
 from capture.layers import Layers
 from capture.ledger import WrittenFile
 
@@ -47,6 +48,7 @@ class Finished(msgspec.Struct, frozen=True):
 
     samples: int
     files: list[WrittenFile]
+    vocabulary: DraftVocabulary | None = None
 
 
 class Beside(msgspec.Struct):

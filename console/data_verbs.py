@@ -262,6 +262,7 @@ def export(
     *,
     format: str,
     output: Path | None = None,
+    draft_vocab: int | None = None,
     allow_volatile: bool = False,
     common: Common = COMMON,
 ) -> int:
@@ -271,6 +272,7 @@ def export(
         dataset: folder of the dataset.
         format: formats, e.g. specforge,speculators.
         output: folder of another dataset for them, on any file system; without it they go into this one.
+        draft_vocab: tokens of the drafter's vocabulary, the most frequent in the loss: writes d2t and t2d too.
         allow_volatile: let that lie in memory (tmpfs).
     """
     from console import headless, words
@@ -281,6 +283,7 @@ def export(
             "formats": format.split(","),
             "output": host_path(output, common) if output else None,
             "allow_volatile": allow_volatile,
+            "draft_vocab": draft_vocab,
         }
         run = headless.follow_job(session, session.start("export", job)["id"], words.exporting)
         code, result = session.finish(run)

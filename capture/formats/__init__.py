@@ -13,9 +13,10 @@ from capture.formats.native import Native
 from capture.formats.specforge import SpecForge
 from capture.formats.speculators import Speculators, SpeculatorsFp8
 from capture.formats.speculators_legacy import SpeculatorsLegacy
+from capture.formats.vocabulary import DraftVocabulary, maps
 from capture.ledger import Tokens, WrittenFile
 
-__all__ = ["FORMATS", "Format", "UnknownFormat", "find", "finish", "sync", "write"]
+__all__ = ["FORMATS", "DraftVocabulary", "Format", "UnknownFormat", "find", "finish", "sync", "write"]
 
 FORMATS: dict[str, Format] = {
     chosen.name: chosen
@@ -42,7 +43,15 @@ def write(name: str, output: Path, number: int, states: dict[str, Any], ids: Any
     return WrittenFile(name, relative, *put(output / relative, chosen.encode(states, ids, mask)))
 
 
-def finish(name: str, output: Path, rows: Callable[[], Iterator[Tokens]]) -> list[WrittenFile]:
-    """Write what a trainer wants of format `name` beside the samples' files; see `Format.finish`. Raises OSError."""
-    written = find(name).finish(output / name, rows)
+def finish(
+    name: str, output: Path, rows: Callable[[], Iterator[Tokens]], vocabulary: DraftVocabulary | None = None
+) -> list[WrittenFile]:
+    """Write what a trainer wants of format `name` beside the samples' files; see `Format.finish`.
+
+    Raises OSError, and LedgerError where `vocabulary` does not fit.
+    """
+    chosen = find(name)
+    written = chosen.finish(output / name, rows)
+    if vocabulary and chosen.takes_vocabulary:
+        written += chosen.write_vocabulary(output / name, *maps(rows(), vocabulary))
     return [WrittenFile(name, str(path.relative_to(output)), *checksum(path)) for path in written]

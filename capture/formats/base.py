@@ -16,13 +16,15 @@ class Format:
     """One training format; `states` maps a state's name to a tensor `[tokens, hidden]`.
 
     `name` is its folder in a dataset too. `final` is the last state that it takes: "final", after the final norm, or
-    "last", before it. `lossy` says that states do not come back bit for bit.
+    "last", before it. `lossy` says that states do not come back bit for bit, `finishes` that there is more than the
+    samples' files, `takes_vocabulary` that a drafter's vocabulary can be among it.
     """
 
     name: ClassVar[str]
     final: ClassVar[str]
     lossy: ClassVar[bool] = False
     finishes: ClassVar[bool] = False
+    takes_vocabulary: ClassVar[bool] = False
 
     def path(self, number: int) -> str:
         """Path of a sample's file, relative to the dataset."""
@@ -61,6 +63,10 @@ class Format:
         `rows` gives every sample of the dataset by number, 0 first and none left out, written or not.
         """
         return []
+
+    def write_vocabulary(self, folder: Path, d2t: Any, t2d: Any) -> list[Path]:
+        """Write a drafter's vocabulary (see `vocabulary.maps`) into the format's folder; returns those files."""
+        raise NotImplementedError
 
     def hint(self, layers: Layers) -> str | None:
         """What to tell the trainer about these files, in one phrase."""

@@ -4,15 +4,17 @@ specforge/rows_<g>-<g + 2000>/data_<i>.ckpt    torch.save of
     input_ids, loss_mask   int64 [N]
     hidden_state           bf16 [1, N, hidden], after the final norm
     aux_hidden_state       bf16 [1, N, 3 * hidden], boundaries ascending
-
-The map between the target's and the drafter's vocabulary SpecForge makes itself, from these files.
+specforge/vocab_mapping/vocab_mapping.pt       torch.save of d2t, t2d, where a drafter's vocabulary was asked for; else
+                                               SpecForge makes one itself, from these files
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from capture.formats.base import Format, grouped, joined, load_record, require_tensors, save_record, split
+from capture.formats.files import put
 from capture.layers import Layers
 
 LAYERS = 3
@@ -24,6 +26,7 @@ class SpecForge(Format):
 
     name = "specforge"
     final = "final"
+    takes_vocabulary = True
 
     def path(self, number: int) -> str:
         """Path of a sample's file, relative to the dataset."""
@@ -53,6 +56,12 @@ class SpecForge(Format):
             shapes = f"{list(final.shape)} and {list(aux.shape)}"
             raise ValueError(f"states have shapes {shapes}, expected [1, tokens, width]")
         return ids, mask, split(aux[0], layers) | {"final": final[0]}
+
+    def write_vocabulary(self, folder: Path, d2t: Any, t2d: Any) -> list[Path]:
+        """Both maps in one file."""
+        path = folder / "vocab_mapping" / "vocab_mapping.pt"
+        put(path, save_record({"d2t": d2t, "t2d": t2d}))
+        return [path]
 
     def hint(self, layers: Layers) -> str | None:
         """Which ids its drafter's config has to have."""

@@ -3,6 +3,7 @@
 speculators/
     data-….arrow, dataset_info.json, state.json   input_ids, loss_mask, seq_len of every sample, in order of numbers
     token_freq.pt                                 {token id: how often it is in the loss}
+    d2t-<size>.npy, t2d-<size>.npy                where a drafter's vocabulary of that size was asked for
     hidden_states/hs_<i>.safetensors              token_ids int64 [N]
                                                   hidden_states bf16 [N, K + 1, hidden], boundaries ascending, then the
                                                   state before the final norm
@@ -23,6 +24,7 @@ from typing import Any
 from capture.formats import tensors
 from capture.formats.base import Format, count, save_record
 from capture.formats.files import put, sync
+from capture.formats.vocabulary import save_as_numpy
 from capture.layers import Layers
 from capture.ledger import Tokens
 
@@ -38,6 +40,7 @@ class Speculators(Format):
     name = "speculators"
     final = "last"
     finishes = True
+    takes_vocabulary = True
 
     def path(self, number: int) -> str:
         """Path of a sample's file, relative to the dataset."""
@@ -63,6 +66,10 @@ class Speculators(Format):
         frequencies = folder / "token_freq.pt"
         put(frequencies, save_record(dict(sorted(seen.items()))))
         return [*written, frequencies]
+
+    def write_vocabulary(self, folder: Path, d2t: Any, t2d: Any) -> list[Path]:
+        """For `--d2t-path` and `--t2d-path`."""
+        return save_as_numpy(folder, d2t, t2d)
 
     def hint(self, layers: Layers) -> str | None:
         """Which layers to name: speculators counts what enters a layer."""

@@ -5,6 +5,7 @@ speculators-legacy/
                                 bf16 [N, hidden], boundaries ascending, then the state before the final norm
     data/sample_lengths.json    {"<i>": N}
     token_freq.pt               {token id: how often it is in the loss}; in data/ it would be read as a sample
+    d2t-<size>.npy, t2d-<size>.npy   where a drafter's vocabulary of that size was asked for
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import msgspec
 
 from capture.formats.base import Format, count, load_record, require_tensors, save_record
 from capture.formats.files import put
+from capture.formats.vocabulary import save_as_numpy
 from capture.layers import Layers
 from capture.ledger import Tokens
 
@@ -28,6 +30,7 @@ class SpeculatorsLegacy(Format):
     name = "speculators-legacy"
     final = "last"
     finishes = True
+    takes_vocabulary = True
 
     def path(self, number: int) -> str:
         """Path of a sample's file, relative to the dataset."""
@@ -60,6 +63,10 @@ class SpeculatorsLegacy(Format):
         put(written[0], [msgspec.json.encode(lengths)])
         put(written[1], save_record(dict(sorted(seen.items()))))
         return written
+
+    def write_vocabulary(self, folder: Path, d2t: Any, t2d: Any) -> list[Path]:
+        """For `--d2t-path` and `--t2d-path`."""
+        return save_as_numpy(folder, d2t, t2d)
 
     def hint(self, layers: Layers) -> str | None:
         """Which layers to name: in 0.4 ids are layers whose output is meant."""

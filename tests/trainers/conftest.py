@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "end_to_end"))
 
 from command import ENGINE, ROOT, Layertap, free_port, write_rows
-from drawn import FORMATS, SAMPLES, Drawn
+from drawn import DRAFT, FORMATS, SAMPLES, Drawn
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +32,8 @@ def drawn() -> Iterator[Drawn]:
             layertap("stop", "--port", port, code=None)
         made = layertap.json("export", folder / "native", "--format", ",".join(FORMATS), "--output", folder / "exports")
         assert (made["written"], made["failed"]) == (SAMPLES, 0)
+        with_maps = ("--format", "specforge,speculators", "--draft-vocab", DRAFT)
+        layertap("export", folder / "native", *with_maps, "--output", folder / "exports")
         yield Drawn(folder / "native", folder / "exports", Path(server["details"]["model"]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

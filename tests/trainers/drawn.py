@@ -7,6 +7,7 @@ from pathlib import Path
 
 FORMATS = ("specforge", "speculators", "speculators-fp8", "speculators-legacy", "modelopt")
 SAMPLES = 24
+DRAFT = 64  # tokens of the drafter's vocabulary
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import sys
 import torch
 from native import aux, read_native, require_same, tell
 from specforge.algorithms.eagle3.data import normalize_offline_sample
+from specforge.core.compact_teacher import validate_vocab_mapping_consistency
 from specforge.data.preprocessing import OfflineEagle3Dataset, process_token_dict_to_mappings
 from specforge.runtime.data_plane.feature_store import load_feature_file
 from specforge.runtime.data_plane.offline_reader import OfflineManifestReader, list_feature_files
@@ -32,6 +33,10 @@ for number, sample in enumerate(native):
 counts = count_effective_feature_tokens(folder)
 in_loss = torch.cat([sample["input_ids"][sample["loss_mask"].bool()] for sample in native])
 assert counts.total() == len(in_loss)
-d2t, t2d = process_token_dict_to_mappings(counts, 16, int(in_loss.max()) + 1)
-assert t2d.sum() == 16 and d2t.shape == (16,)
+ours = torch.load(f"{folder}/vocab_mapping/vocab_mapping.pt")  # as its draft model loads it
+validate_vocab_mapping_consistency(ours["t2d"], ours["d2t"])
+d2t, t2d = process_token_dict_to_mappings(counts.copy(), len(ours["d2t"]), len(ours["t2d"]))
+assert d2t.shape == ours["d2t"].shape and t2d.shape == ours["t2d"].shape
+# Which of the tokens that are as often there it takes is up to the order of its files.
+assert sum(counts[int(i)] for i in ours["t2d"].nonzero()) == sum(counts[int(i)] for i in t2d.nonzero())
 tell(samples=len(native), values=values)
