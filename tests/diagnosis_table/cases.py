@@ -91,7 +91,6 @@ CASES = [
         act=listened_on,
         expected="starting",
         remedy="port-foreign",
-        short=True,
     ),
     Case(
         id="port-never-got",
@@ -115,7 +114,6 @@ CASES = [
         fault="capture",
         expected="crashed",
         remedy="aux-capture",
-        short=True,
     ),
     Case(
         id="detokenizer-killed",
