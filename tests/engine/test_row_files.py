@@ -197,10 +197,17 @@ def test_a_template_that_knows_null_content_gets_it(tmp_path):
 # ---- several processes
 
 
-def test_several_processes_give_the_same_rows_in_order(tables):
+@pytest.fixture
+def helpers():
+    """What this test has started; servers of other tests are this process's children too."""
+    before = set(psutil.Process().children())
+    return lambda: set(psutil.Process().children()) - before
+
+
+def test_several_processes_give_the_same_rows_in_order(tables, helpers):
     path = tables / "rows.jsonl"
     assert outcomes(path, workers=3) == outcomes(path)
-    assert not psutil.Process().children(), "they are gone afterwards"
+    assert not helpers(), "they are gone afterwards"
 
 
 def test_bad_rows_and_errors_come_out_of_processes(tmp_path):
@@ -212,11 +219,11 @@ def test_bad_rows_and_errors_come_out_of_processes(tmp_path):
         outcomes(path, template=None, workers=2)
 
 
-def test_a_process_that_is_killed_is_told(tables):
+def test_a_process_that_is_killed_is_told(tables, helpers):
     rows = tokenise(tables / "rows.jsonl", make(TOOL_CALLS), RowOptions(), workers=2)
     assert not isinstance(next(rows), BadRow)
-    for child in psutil.Process().children():
+    for child in helpers():
         child.send_signal(signal.SIGKILL)
     with pytest.raises(parallel.WorkerLost, match="give the command again"):
         list(rows)
-    assert not psutil.Process().children()
+    assert not helpers()
