@@ -40,12 +40,8 @@ def try_prompt(
     from console import headless, words
 
     with open_host(common) as session:
-        run = headless.follow_job(
-            session, session.start("try", {"text": text, "chat": chat}, port)["id"], lambda _: "drawing …"
-        )
-        code, result = session.finish(run)
-        headless.out(result, common.json, words.tried)
-        return code
+        run = session.start("try", {"text": text, "chat": chat}, port)
+        return headless.end_job(session, run, lambda _: "drawing …", words.tried, common.json)
 
 
 @app.command
@@ -106,10 +102,9 @@ def plan(
             "trust_remote_code": trust_remote_code,
             "options": asked_row_options(options, session),
         }
-        run = headless.follow_job(session, session.start("plan", job)["id"], lambda now: f"{now['rows']:,} rows read …")
-        code, result = session.finish(run)
-        headless.out(result, common.json, words.chosen_rows if show else words.plan)
-        return code
+        run = session.start("plan", job)
+        shown = words.chosen_rows if show else words.plan
+        return headless.end_job(session, run, lambda now: f"{now['rows']:,} rows read …", shown, common.json)
 
 
 @app.command
@@ -232,10 +227,8 @@ def verify(dataset: Path, *, sample: int | None = None, common: Common = COMMON)
 
     with open_host(common) as session:
         job = {"output": host_path(dataset, common), "sample": sample}
-        run = headless.follow_job(session, session.start("verify", job)["id"], words.verifying)
-        code, result = session.finish(run)
-        headless.out(result, common.json, words.verified)
-        return code
+        run = session.start("verify", job)
+        return headless.end_job(session, run, words.verifying, words.verified, common.json)
 
 
 @app.command
@@ -250,10 +243,8 @@ def diff(a: Path, b: Path, *, common: Common = COMMON) -> int:
 
     with open_host(common) as session:
         job = {"dataset": host_path(a, common), "other": host_path(b, common)}
-        run = headless.follow_job(session, session.start("diff", job)["id"], words.comparing)
-        code, result = session.finish(run)
-        headless.out(result, common.json, words.compared)
-        return code
+        run = session.start("diff", job)
+        return headless.end_job(session, run, words.comparing, words.compared, common.json)
 
 
 @app.command
@@ -285,10 +276,8 @@ def export(
             "allow_volatile": allow_volatile,
             "draft_vocab": draft_vocab,
         }
-        run = headless.follow_job(session, session.start("export", job)["id"], words.exporting)
-        code, result = session.finish(run)
-        headless.out(result, common.json, words.exported)
-        return code
+        run = session.start("export", job)
+        return headless.end_job(session, run, words.exporting, words.exported, common.json)
 
 
 @app.command
@@ -306,7 +295,5 @@ def sample(dataset: Path, number: int, *, trust_remote_code: bool = False, commo
         place = host_path(dataset, common)
         model = session.host.request("dataset", path=place)["manifest"]["settings"]["model"]
         job = {"output": place, "number": number, "trusted_model": model if trust_remote_code else None}
-        run = headless.follow_job(session, session.start("sample", job)["id"], lambda _: "reading …")
-        code, result = session.finish(run)
-        headless.out(result, common.json, words.sample)
-        return code
+        run = session.start("sample", job)
+        return headless.end_job(session, run, lambda _: "reading …", words.sample, common.json)

@@ -116,6 +116,19 @@ def follow_job(session: Session, run_id: str, line: Callable[[dict[str, Any]], s
     return run
 
 
+def end_job(
+    session: Session,
+    run: dict[str, Any],
+    line: Callable[[dict[str, Any]], str],
+    show: Callable[[Any], Iterable[str]],
+    as_json: bool,
+) -> int:
+    """Follow a job that was just started, print its result, and return its exit code."""
+    code, result = session.finish(follow_job(session, run["id"], line))
+    out(result, as_json, show)
+    return code
+
+
 def show_demo(make: Callable[[Callable[[str], None], Callable[[dict[str, Any]], None]], Demo]) -> dict[str, Any]:
     """Run a demo to its end, and stop it whatever happens; returns its outcome."""
     narration = StartNarration()
