@@ -84,6 +84,11 @@ class Tokens(msgspec.Struct, frozen=True):
     ids: list[int]
     mask: list[int]
 
+    @property
+    def in_loss(self) -> Iterator[int]:
+        """The token ids that the mask lets into the loss."""
+        return (token for token, counts in zip(self.ids, self.mask, strict=True) if counts)
+
 
 class WrittenFile(msgspec.Struct, frozen=True):
     """A file of a sample in one format; `path` is relative to the dataset, `xxh3` is xxh3-64 in hex."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+from capture.formats.vocabulary import save_as_numpy
 from capture.layers import Layers
 from capture.ledger import Tokens
 
@@ -65,8 +66,11 @@ class Format:
         return []
 
     def write_vocabulary(self, folder: Path, d2t: Any, t2d: Any) -> list[Path]:
-        """Write a drafter's vocabulary (see `vocabulary.maps`) into the format's folder; returns those files."""
-        raise NotImplementedError
+        """Write a drafter's vocabulary (see `vocabulary.maps`) into the format's folder; returns those files.
+
+        As speculators wants it for `--d2t-path` and `--t2d-path`, unless a format has a way of its own.
+        """
+        return save_as_numpy(folder, d2t, t2d)
 
     def hint(self, layers: Layers) -> str | None:
         """What to tell the trainer about these files, in one phrase."""

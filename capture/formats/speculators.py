@@ -24,7 +24,6 @@ from typing import Any
 from capture.formats import tensors
 from capture.formats.base import Format, count, save_record
 from capture.formats.files import put, sync
-from capture.formats.vocabulary import save_as_numpy
 from capture.layers import Layers
 from capture.ledger import Tokens
 
@@ -66,10 +65,6 @@ class Speculators(Format):
         frequencies = folder / "token_freq.pt"
         put(frequencies, save_record(dict(sorted(seen.items()))))
         return [*written, frequencies]
-
-    def write_vocabulary(self, folder: Path, d2t: Any, t2d: Any) -> list[Path]:
-        """For `--d2t-path` and `--t2d-path`."""
-        return save_as_numpy(folder, d2t, t2d)
 
     def hint(self, layers: Layers) -> str | None:
         """Which layers to name: speculators counts what enters a layer."""

@@ -19,7 +19,6 @@ import msgspec
 
 from capture.formats.base import Format, count, load_record, require_tensors, save_record
 from capture.formats.files import put
-from capture.formats.vocabulary import save_as_numpy
 from capture.layers import Layers
 from capture.ledger import Tokens
 
@@ -58,15 +57,11 @@ class SpeculatorsLegacy(Format):
         seen = Counter[int]()
         for row in rows():
             lengths[str(row.number)] = len(row.ids)
-            seen.update(token for token, in_loss in zip(row.ids, row.mask, strict=True) if in_loss)
+            seen.update(row.in_loss)
         written = [folder / "data" / "sample_lengths.json", folder / "token_freq.pt"]
         put(written[0], [msgspec.json.encode(lengths)])
         put(written[1], save_record(dict(sorted(seen.items()))))
         return written
-
-    def write_vocabulary(self, folder: Path, d2t: Any, t2d: Any) -> list[Path]:
-        """For `--d2t-path` and `--t2d-path`."""
-        return save_as_numpy(folder, d2t, t2d)
 
     def hint(self, layers: Layers) -> str | None:
         """Which layers to name: in 0.4 ids are layers whose output is meant."""

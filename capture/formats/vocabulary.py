@@ -32,7 +32,7 @@ def maps(rows: Iterable[Tokens], vocabulary: DraftVocabulary) -> tuple[Any, Any]
 
     seen = Counter[int]()
     for row in rows:
-        seen.update(token for token, counts in zip(row.ids, row.mask, strict=True) if counts)
+        seen.update(row.in_loss)
         if max(row.ids, default=0) >= vocabulary.target:
             raise LedgerError(
                 f"sample {row.number} has the token id {max(row.ids)}, and the model's vocabulary {vocabulary.target:,}"
