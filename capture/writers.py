@@ -22,11 +22,11 @@ SLOW_SECONDS = 1.0  # without an answer, after which a writer gets new requests 
 
 
 def default_count(ranks: int, replicas: int = 1) -> int:
-    """Writers where none were asked for: half of the cores that the scheduler processes leave.
+    """Writers where none were asked for: three quarters of the cores that the scheduler processes leave.
 
-    These are `ranks` for each of the `replicas`, which have the cores together.
+    These are `ranks` for each of the `replicas`, which have the cores together. One that has nothing to write sleeps.
     """
-    return max(1, min(MOST_WRITERS, (len(os.sched_getaffinity(0)) // replicas - ranks) // 2))
+    return max(1, min(MOST_WRITERS, (len(os.sched_getaffinity(0)) // replicas - ranks) * 3 // 4))
 
 
 class Writers:

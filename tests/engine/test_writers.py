@@ -171,7 +171,7 @@ def test_time_waited_for_slots_is_counted(three: Writers) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "count"), [(1, 1, 1), (2, 1, 1), (16, 1, 7), (16, 4, 6), (64, 8, 12), (4, 8, 1)]
+    ("cores", "ranks", "count"), [(1, 1, 1), (2, 1, 1), (16, 1, 11), (16, 4, 9), (64, 8, 12), (4, 8, 1)]
 )
 def test_as_many_as_the_cores_that_the_ranks_leave(
     monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, count: int

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 import pytest
-from engines import SGLANG, Engines
+from engines import Engines
+from tuning import tune
 
 from backends import sglang
 from backends.embedded import models
-from backends.jobs import start_job
-from backends.tune.job import Tuned, TuneJob, gains
-from backends.tune.servers import stop_tuning
-from capture.layers import LayerChoice
+from backends.tune.job import Tuned, gains
 
 # Sampling and attention that need no kernel package beyond triton.
 ARGS: dict[str, sglang.Value] = {
@@ -30,32 +26,7 @@ ARGS: dict[str, sglang.Value] = {
 def tuned(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     model = tmp_path_factory.mktemp("models") / "llama"
     models.build("llama", model)
-    merged = sglang.resolve(
-        "base",
-        sglang.load_profiles(),
-        version=SGLANG,
-        model=str(model),
-        port=1,
-        overrides=sglang.Overrides(args=ARGS, tap={"memory": "2 GiB", "writers": 2}),
-    )
-    job = TuneJob(
-        payload="",
-        launch=merged,
-        layers=LayerChoice(boundaries=[2, 4, 5]),
-        only=["attention", "prefill-16k"],
-        round_seconds=1.0,
-    )
-    run = start_job(engines.runs, engines.payload, "tune", msgspec.to_builtins(job), None)
-    try:
-        deadline = time.monotonic() + 500
-        while run.exit is None:
-            assert time.monotonic() < deadline, run.log.read_text()
-            time.sleep(0.2)
-    finally:
-        assert stop_tuning(engines.runs, run, "the test is over").left == []
-    print(run.log.read_text())
-    assert run.exit.code == 0, run.log.read_text()
-    return msgspec.json.decode((run.folder / "result.json").read_bytes(), type=Tuned)
+    return tune(engines, model, ARGS, only=["attention", "prefill-16k"])
 
 
 def test_the_gpus_of_this_host_are_known(tuned: Tuned) -> None:

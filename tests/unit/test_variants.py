@@ -67,6 +67,7 @@ def test_the_first_case() -> None:
 def test_nccl_is_tried_only_over_several_ranks_and_by_the_links() -> None:
     assert not [name for name in names(PRO_6000, launch()) if name.startswith("nccl")]
     assert [name for name in names(B200, launch(tp=8)) if name.startswith("nccl")] == [
+        "nccl-16-channels",
         "nccl-nvls",
         "nccl-symmetric-memory",
     ]
