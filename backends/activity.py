@@ -34,7 +34,8 @@ class Activity(msgspec.Struct):
     busy host gave them, `starved` how many times as long as on an idle host what they do takes, `written_s` how long
     ago a rank wrote files, `stopped_s` how long one has been stopped. `gpus_spin`: every GPU of the server was busy
     throughout the last `gpu_seconds` with the power of an idle one, and its memory did not grow; `gpus_work`: some GPU
-    was used, `gpus_draw`: with the power of a real load. `idle_gpu` is the only idle one among busy ones.
+    was used, `gpus_draw`: with the power of a real load. `idle_gpu` is the only idle one among busy ones. `busy_power`:
+    what the hungriest of those that were busy throughout draws now, and may draw, in watts.
     """
 
     seconds: float
@@ -52,6 +53,7 @@ class Activity(msgspec.Struct):
     gpus_work: bool = False
     gpus_draw: bool = False
     idle_gpu: int | None = None
+    busy_power: tuple[float, float] | None = None
 
     @property
     def reads_move(self) -> bool:
@@ -74,10 +76,11 @@ class Activity(msgspec.Struct):
             said.append(f"{(self.read_bytes_per_second or 0.0) / 1e6:.0f} MB/s read")
         if self.memory_grows:
             said.append(f"memory grows by {(self.memory_bytes_per_second or 0.0) / 1e6:.0f} MB/s")
+        power = "{:.0f} of {:.0f} W".format(*self.busy_power) if self.busy_power else "power not known"
         if self.gpus_spin:
-            said.append("every GPU at 100 % with the power of an idle one")
+            said.append(f"every GPU at 100 % with the power of an idle one ({power})")
         if self.idle_gpu is not None:
-            said.append(f"GPU {self.idle_gpu} idle while the others are busy")
+            said.append(f"GPU {self.idle_gpu} idle while the others are at 100 % ({power})")
         return said
 
 
@@ -200,6 +203,12 @@ class ActivityWatch:
         activity.gpus_work = bool(draws) or any((gpu.utilisation_percent or 0) > IDLE for gpu in looks[-1].gpus)
         if len(by_index) > 1 and len(idle) == 1 and len(busy) == len(by_index) - 1:
             activity.idle_gpu = idle[0]
+        known = [
+            (gpu.power_watts, gpu.power_limit_watts)
+            for gpu in (by_index[index][-1] for index in busy)
+            if gpu.power_watts is not None and gpu.power_limit_watts
+        ]
+        activity.busy_power = max(known, default=None)
 
 
 def _draws_load(gpu: Gpu, unknown: bool = True) -> bool:

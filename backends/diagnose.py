@@ -90,7 +90,7 @@ LOOK_AGAIN = "look again for ten seconds (layertap status --watch)"
 def diagnose(evidence: Evidence, limits: Limits | None = None) -> Verdict:
     """Judge a server. Healthy takes all of: ready in the log, /health 200, our own listener, and the tap seen."""
     verdict = _judge(evidence, limits or Limits())
-    verdict.evidence = sentences(evidence)
+    verdict.evidence = sentences(evidence, idle=verdict.verdict == "healthy")
     return verdict
 
 

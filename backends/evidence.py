@@ -75,14 +75,17 @@ class Evidence(msgspec.Struct, kw_only=True):
     kernel: list[str] = []
 
 
-def sentences(e: Evidence) -> list[str]:
-    """The evidence that is known, one sentence each, with its numbers."""
+def sentences(e: Evidence, *, idle: bool = False) -> list[str]:
+    """The evidence that is known, one sentence each, with its numbers.
+
+    A server that may stand `idle` need not move.
+    """
     return [
         *_process_sentences(e),
         *_log_sentences(e),
         *_network_sentences(e),
         *_tap_sentences(e),
-        *(e.activity.sentences() if e.activity and not (e.ready_seen and e.health == 200) else []),
+        *(e.activity.sentences() if e.activity and not idle else []),
         *_gpu_sentences(e),
         *(f"kernel: {line}" for line in e.kernel),
         *(_rank_sentence("rank ", rank) for rank in e.ranks),

@@ -49,6 +49,7 @@ ASK_SECONDS = 20.0  # after the polite request, before whatever is left is ended
 TERM_SECONDS = 5.0
 KILL_SECONDS = 10.0
 PORT_SECONDS = 2.0
+GPU_SECONDS = 30.0  # in which the driver takes back what a process held, which it may do only after the process's end
 NOT_RUNNING = "it was not running"
 START_SECONDS = 30.0  # without a run.json for longer, its supervisor died before it could write one
 
@@ -433,6 +434,7 @@ def stop(
         _signal([pid for pid in pids if pid != supervisor] or pids, number)
         _until(lambda: not run.processes(), seconds)
     left = [f"process {process.pid} ({_title(process)})" for process in run.processes()]
+    _until(lambda: bool(left) or not _gpu_pids() & known, GPU_SECONDS)
     left += [f"GPU memory that NVML says process {pid} holds" for pid in sorted(_gpu_pids() & known)]
     spec = run.spec
     if spec.dump_dir:

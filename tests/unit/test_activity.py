@@ -14,9 +14,9 @@ def process(pid: int, title: str = "sglang::scheduler", cpu: float | None = 0.0,
     return ProcessSample(pid=pid, title=title, cpu_percent=cpu, **given | known)
 
 
-def gpu(index: int, busy: int | None, watts: float | None, used: int = 1000) -> Gpu:
+def gpu(index: int, busy: int | None, watts: float | None, used: int = 1000, limit: float = 600.0) -> Gpu:
     return Gpu(
-        index=index, utilisation_percent=busy, power_watts=watts, power_limit_watts=600.0, memory_used_bytes=used
+        index=index, utilisation_percent=busy, power_watts=watts, power_limit_watts=limit, memory_used_bytes=used
     )
 
 
@@ -123,7 +123,7 @@ def test_gpus_that_spin_draw_little_power() -> None:
     spin = ([process(1)], [gpu(0, 100, 140.0), gpu(1, 100, 145.0)])
     found = looked(spin, spin, spin)
     assert (found.gpus_spin, found.gpus_work, found.gpu_seconds) == (True, True, 10.0)
-    assert found.sentences() == ["every GPU at 100 % with the power of an idle one"]
+    assert found.sentences() == ["every GPU at 100 % with the power of an idle one (145 of 600 W)"]
 
 
 def test_gpus_that_work_or_load_do_not_spin() -> None:
@@ -142,6 +142,8 @@ def test_the_one_gpu_that_is_idle() -> None:
     busy = [gpu(index, 100, 140.0) for index in range(3)]
     odd = looked(*[([process(1)], [*busy, gpu(3, 0, 80.0)])] * 2)
     assert odd.idle_gpu == 3
-    assert odd.sentences() == ["GPU 3 idle while the others are busy"]
+    assert odd.sentences() == ["GPU 3 idle while the others are at 100 % (140 of 600 W)"]
+    unknown = looked(*[([process(1)], [gpu(0, 100, None), gpu(1, 0, None)])] * 2)
+    assert unknown.sentences() == ["GPU 1 idle while the others are at 100 % (power not known)"]
     assert looked(*[([process(1)], busy)] * 2).idle_gpu is None
     assert looked(*[([process(1)], [gpu(0, 0, 80.0)])] * 2).idle_gpu is None

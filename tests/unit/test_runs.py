@@ -303,6 +303,27 @@ def test_the_child_holds_the_lock_when_its_supervisor_is_killed(start: Start, al
     start(lock=lock)
 
 
+def test_a_stop_waits_until_the_driver_has_its_memory_back(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen on a busy host with two H200s: NVML still named a rank that was gone, with its memory."""
+    run, held = start(), []
+
+    def named() -> set[int]:
+        held.append(not run.processes())
+        return {run.running.child.pid, 1} if sum(held) < 4 else {1}
+
+    monkeypatch.setattr(runs, "_gpu_pids", named)
+    assert stop(run, "").left == []
+    assert sum(held) >= 4
+
+
+def test_gpu_memory_that_stays_is_named(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start()
+    pid = run.running.child.pid
+    monkeypatch.setattr(runs, "_gpu_pids", lambda: {pid, 1})
+    monkeypatch.setattr(runs, "GPU_SECONDS", 0.3)
+    assert stop(run, "").left == [f"GPU memory that NVML says process {pid} holds"]
+
+
 # --- Alive or not ---
 
 

@@ -314,3 +314,13 @@ def test_what_is_said_of_gpus() -> None:
         "GPU 1 reported XID 31, 13",
     ]
     assert diagnose(evidence).findings == ["gpu-throttled", "pcie-width", "gpu-xid"]
+
+
+def test_what_a_hang_is_told_by_is_shown_though_health_was_good_a_while_ago() -> None:
+    """An answer of /health holds for some seconds, in which a rank may be stopped and the others wait for it."""
+    waits = activity(gpu_seconds=LOOKED, gpus_work=True, idle_gpu=1, busy_power=(126.5, 700.0), stopped_s={101: 20.0})
+    stopped = [*ranks(100.0), Rank("scheduler_TP1", 101, 0.0, "stopped")]
+    found = diagnose(up(activity=waits, ranks=stopped))
+    assert (found.verdict, found.findings[0]) == ("hang_suspected", "rank-stopped")
+    assert "GPU 1 idle while the others are at 100 % (126 of 700 W)" in found.evidence
+    assert "GPU 1 idle" not in " ".join(diagnose(up(activity=waits)).evidence)  # nothing to do: healthy

@@ -338,7 +338,7 @@ def test_a_collective_that_spins_is_told_before_its_silence_is_long(quiet: Run, 
     limits = msgspec.structs.replace(LIMITS, silence=dict.fromkeys(SILENCE, 600.0), spin=2.0)
     now = suspected(ServerWatch(quiet, lambda _: [*gpus, *others], limits=limits), 2.0)
     assert now["verdict"]["findings"][0] == "pcie-p2p-deadlock"
-    assert "every GPU at 100 % with the power of an idle one" in now["verdict"]["evidence"]
+    assert "every GPU at 100 % with the power of an idle one (145 of 600 W)" in now["verdict"]["evidence"]
 
 
 def test_what_makes_a_server_degraded(server: Server) -> None:
