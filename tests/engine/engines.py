@@ -167,6 +167,11 @@ class Engines:
         assert stopped.left == [], stopped.left
         return stopped
 
+    def stop_all(self) -> None:
+        """Stop every server that is alive."""
+        for key in list(self.alive):
+            self.stop(key)
+
 
 @contextmanager
 def running() -> Iterator[Engines]:
@@ -176,8 +181,7 @@ def running() -> Iterator[Engines]:
     try:
         yield made
     finally:
-        for key in list(made.alive):
-            made.stop(key)
+        made.stop_all()
         shutil.rmtree(folder, ignore_errors=True)
 
 

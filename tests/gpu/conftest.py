@@ -14,6 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from engines import Engines, running
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Say at once why a test failed: a machine that is lent for minutes may be gone before pytest does."""
+    if report.failed and report.nodeid.startswith("tests/gpu/"):
+        print(f"\n{report.nodeid} failed in its {report.when}:\n{report.longreprtext}", flush=True)
+
+
 @pytest.fixture(scope="session")
 def engines() -> Iterator[Engines]:
     import torch

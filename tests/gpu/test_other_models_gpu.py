@@ -13,12 +13,16 @@ from shapes import BACKENDS, LIMITS
 from capture.layers import LayerChoice
 from console import words
 
+# Its own kernel package has a router's; SGLang can compile one with Triton too.
+ROUTER = {"ENV_SGLANG_OPT_USE_JIT_KERNEL_FUSED_TOPK": "1"}
+
 
 @pytest.mark.parametrize("name", list(MAKE))
 def test_states_are_those_of_a_hugging_face_forward(engines: Engines, tmp_path: Path, name: str) -> None:
     (tmp_path / "model").mkdir()
     MAKE[name](tmp_path / "model")
-    engine = engines.get("base", model=tmp_path / "model", layers=LayerChoice(outputs=[0, 2, 5]), **BACKENDS, **LIMITS)
+    layers = LayerChoice(outputs=[0, 2, 5])
+    engine = engines.get("base", model=tmp_path / "model", layers=layers, **BACKENDS, **LIMITS, **ROUTER)
     code, found = engine.probe(tmp_path, against_hf=True)
     print(*words.probed(msgspec.to_builtins(found)), sep="\n")
     assert (code, found.failures) == (0, [])

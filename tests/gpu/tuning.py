@@ -19,6 +19,7 @@ SECONDS = 500
 
 def tune(engines: Engines, model: Path, args: dict[str, sglang.Value], only: list[str]) -> Tuned:
     """Tune the base profile with `args`; `only` as in `TuneJob`."""
+    engines.stop_all()  # nothing may use the GPUs beside it
     merged = sglang.resolve(
         "base",
         sglang.load_profiles(),
