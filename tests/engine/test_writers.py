@@ -146,10 +146,10 @@ def test_one_that_hangs_is_passed_by_then_killed(three: Writers, tap: Tap, monke
 
 
 def test_a_prompt_given_up_half_way_is_failed_by_who_has_its_beginning(three: Writers, tap: Tap) -> None:
-    prompts = [Prompt(number, 20) for number in range(6)]
-    for prompt in prompts:
-        forward(three, tap, (prompt, 0, 10))
-    assert len(set(three.begun.values())) > 1
+    prompts = [Prompt(number, 8) for number in range(6)]
+    until(lambda: all(link.ready for link in three.links))
+    forward(three, tap, *((prompt, 0, 4) for prompt in prompts))
+    assert set(three.begun.values()) == set(three.links)
     for prompt in prompts:
         three.send_fail(Fail(prompt.number, prompt.rid, "no further chunk came"))
     settled(tap, 6)
