@@ -28,8 +28,8 @@ check: console
 
 test: console engine
 	$(CONSOLE) -m pytest -m "not slow" -n 3 --dist loadfile tests/unit tests/tui tests/sshd
-	$(CONSOLE) -m pytest -m "not slow" tests/end_to_end
-	PYTHONPATH=. $(ENGINE) -m pytest -m "not slow" tests/engine tests/gpu
+	$(CONSOLE) -m pytest -m "not slow" -n 2 --dist loadfile tests/end_to_end
+	PYTHONPATH=. $(ENGINE) -m pytest -m "not slow" -n 2 --dist loadfile tests/engine tests/gpu
 
 test-all: console engine
 	$(CONSOLE) -m pytest -n 3 --dist loadfile tests/unit tests/tui tests/sshd
@@ -52,7 +52,7 @@ engine: .venv-engine/ready
 	$(PYTHON) -m venv .venv-engine
 	$(ENGINE) $(PIP) --only-binary :all: -r backends/embedded/requirements.txt
 	$(ENGINE) $(PIP) --no-deps sglang==0.5.23
-	$(ENGINE) $(PIP) "pytest>=8.4,<9" "pytest-timeout>=2.3,<3"
+	$(ENGINE) $(PIP) "pytest>=8.4,<9" "pytest-timeout>=2.3,<3" "pytest-xdist>=3.6,<4"
 	touch $@
 
 clean:

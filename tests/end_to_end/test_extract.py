@@ -1,17 +1,15 @@
-"""Rows in, a verified dataset out; and whatever is killed on the way, nothing is lost and nothing is there twice."""
+"""Rows in, a verified dataset out."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import sqlite3
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ENGINE, Layertap, shared_data, until, write_rows
+from checks import check, history
+from command import ENGINE, Layertap, shared_data, write_rows
 
 GSM8K = ("--prompt-column", "question", "--response-column", "answer")
 CUT = ("--max-length", "2048", "--overlong", "truncate")
@@ -24,24 +22,6 @@ def take(source: Path, target: Path, rows: int) -> Path:
     else:
         target.write_text("".join(source.read_text().splitlines(keepends=True)[:rows]))
     return target
-
-
-def check(layertap: Layertap, output: Path, samples: int, formats: tuple[str, ...] = ("native",)) -> None:
-    """The dataset holds exactly `samples` samples, each once a format, and all verify."""
-    report = layertap.json("verify", output)
-    assert (report["samples"], report["verified"], report["failed"], report["failures"]) == (samples, samples, 0, [])
-    assert report["total"] == samples
-    for name in formats:
-        files = [path for path in (output / name).rglob("*") if path.is_file()]
-        assert len(files) == samples
-    with sqlite3.connect(output / "ledger.sqlite") as ledger:
-        assert ledger.execute("SELECT count(*) FROM files").fetchone() == (samples * len(formats),)
-        assert ledger.execute("SELECT DISTINCT state FROM samples").fetchall() == [("written",)]
-
-
-def history(layertap: Layertap) -> list[dict[str, Any]]:
-    """What happened to the newest extraction."""
-    return layertap.json("runs", layertap.run_of("extract")["id"])["events"]
 
 
 @pytest.mark.parametrize(
@@ -101,63 +81,6 @@ def test_one_sample_token_by_token(layertap: Layertap, server: dict[str, Any], w
     assert [failure["format"] for failure in broken["failures"]] == ["native"]
 
 
-def test_the_driver_is_killed_and_the_same_command_finishes(
-    layertap: Layertap, server: dict[str, Any], work: Path
-) -> None:
-    rows, output = write_rows(work / "rows.jsonl", 250), work / "out"
-    console = layertap.start("extract", rows, "--output", output)
-    until(lambda: (now := layertap.progress(output)) and 0 < now["written"] < 200)
-    os.kill(layertap.run_of("extract")["running"]["child"]["pid"], signal.SIGKILL)
-    assert console.wait(60) == 9
-    assert [event["event"] for event in history(layertap)] == ["started", "probed", "prepared", "ended"]
-    assert history(layertap)[-1]["signal"] == signal.SIGKILL
-    layertap("extract", rows, "--output", output)
-    _, probed, prepared, finished, _ = history(layertap)
-    assert (probed["passed"], probed["earlier"]) == (True, True)  # the killed run had it probed
-    assert (prepared["resumed"], prepared["samples"], prepared["written"] > 0) == (True, 250, True)
-    assert (finished["event"], finished["samples"], finished["written"]) == ("finished", 250, 250)
-    check(layertap, output, 250)
-    layertap("extract", rows, "--output", output)  # and once more: there is nothing to do
-    check(layertap, output, 250)
-    assert list(Path(server["dump_dir"]).glob("req_*")) == []
-
-
-def test_the_writer_is_killed_and_the_run_goes_on(layertap: Layertap, server: dict[str, Any], work: Path) -> None:
-    rows, output = write_rows(work / "rows.jsonl", 250), work / "out"
-    console = layertap.start("extract", rows, "--output", output)
-    until(lambda: (now := layertap.progress(output)) and 0 < now["written"] < 200)
-    before = layertap.json("status")["dumps"]
-    os.kill(before["writer_pids"][0], signal.SIGKILL)
-    assert console.wait(200) == 0
-    assert layertap.json("status")["dumps"]["writers_lost"] == before["writers_lost"] + 1
-    check(layertap, output, 250)
-
-
-def test_ctrl_c_leaves_the_run_and_the_command_attaches_again(
-    layertap: Layertap, server: dict[str, Any], work: Path
-) -> None:
-    rows, output = write_rows(work / "rows.jsonl", 250), work / "out"
-    console = layertap.start("extract", rows, "--output", output)
-    until(lambda: layertap.progress(output))
-    console.send_signal(signal.SIGINT)
-    _, narration = console.communicate(timeout=60)
-    assert console.returncode == 130
-    assert "goes on; the same command attaches to it again" in narration
-    layertap("extract", rows, "--output", output)
-    assert "attached to extract-" in layertap.narration or "started extract-" in layertap.narration
-    check(layertap, output, 250)
-
-
-def test_other_settings_are_refused_and_named(layertap: Layertap, server: dict[str, Any], work: Path) -> None:
-    rows, output = write_rows(work / "rows.jsonl", 3), work / "out"
-    layertap("extract", rows, "--output", output)
-    layertap("extract", rows, "--output", output, "--max-length", "64", "--format", "specforge", code=2)
-    assert f"{output} was made with other settings" in layertap.narration
-    assert "--max-length was None, now 64" in layertap.narration
-    assert "--format was native, now specforge" in layertap.narration
-    check(layertap, output, 3)
-
-
 def test_a_pulled_copy_is_complete_and_is_not_extracted_into(
     layertap: Layertap, server: dict[str, Any], work: Path
 ) -> None:
@@ -169,20 +92,6 @@ def test_a_pulled_copy_is_complete_and_is_not_extracted_into(
     assert (report["samples"], report["verified"]) == (3, 3)
     layertap("extract", rows, "--output", copy, "--format", "native,specforge", code=2)
     assert f"{copy} is a copy that was pulled; write into the dataset that it came from" in layertap.narration
-
-
-def test_the_input_may_grow_and_may_not_shrink(layertap: Layertap, server: dict[str, Any], work: Path) -> None:
-    rows, output = write_rows(work / "rows.jsonl", 5), work / "out"
-    layertap("extract", rows, "--output", output)
-    write_rows(rows, 8)
-    layertap("extract", rows, "--output", output)
-    check(layertap, output, 8)
-    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[2:]))
-    layertap("extract", rows, "--output", output, code=2)
-    assert f"2 rows of the earlier input are not there any more or read differently now, the first was {rows}:1" in (
-        layertap.narration
-    )
-    check(layertap, output, 8)
 
 
 def test_bad_rows_are_named_and_the_rest_is_drawn(layertap: Layertap, server: dict[str, Any], work: Path) -> None:
@@ -222,23 +131,3 @@ def test_a_table_is_drawn_like_any_input(layertap: Layertap, server: dict[str, A
     made = layertap.json("extract", work / "parts", "--output", output)
     assert (made["written"], made["failed"], made["bad_rows"]) == (6, 0, 0)
     check(layertap, output, 6)
-
-
-def test_the_server_is_killed_launched_again_and_the_run_goes_on(
-    layertap: Layertap, server: dict[str, Any], work: Path
-) -> None:
-    rows, output = write_rows(work / "rows.jsonl", 250), work / "out"
-    console = layertap.start("extract", rows, "--output", output)
-    until(lambda: (now := layertap.progress(output)) and 0 < now["written"] < 200)
-    tap = json.loads((Path(server["dump_dir"]) / "tap.json").read_text())
-    os.kill(tap["pid"], signal.SIGKILL)
-    _, narration = console.communicate(timeout=200)
-    assert console.returncode == 9, narration
-    assert "is dead; `layertap launch` it, then give the command again" in narration
-    (lost,) = [event for event in history(layertap) if event["event"] == "server_lost"]
-    assert "is dead; `layertap launch` it" in lost["reason"]
-    layertap("extract", rows, "--output", output, code=None)  # refused in one way or another, and nothing is lost
-    layertap("stop", server["id"])
-    layertap.json("launch", "embedded-llama", "--port", server["port"])
-    layertap("extract", rows, "--output", output)
-    check(layertap, output, 250)

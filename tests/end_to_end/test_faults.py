@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checks import check, history
 from command import Layertap, free_port, shared_data, until, write_rows
-from test_extract import CUT, GSM8K, check, history, take
+from test_extract import CUT, GSM8K, take
 from tmpfs import small_tmpfs
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checks import check, history
 from command import Layertap, free_port, until, write_rows
-from test_extract import check, history
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checks import check, history
 from command import Layertap, free_port, until, write_rows
-from test_extract import check, history
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROWS = 300

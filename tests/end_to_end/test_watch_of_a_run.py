@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
+from checks import check, history
 from command import Layertap, free_port, until
-from test_extract import check, history
 from test_faults import poison
 
 pytestmark = pytest.mark.slow

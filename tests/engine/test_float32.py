@@ -67,6 +67,7 @@ def test_a_mixed_batch_gives_what_each_prompt_gives_alone(
         assert farthest(states, expected) < NEAR
 
 
+@pytest.mark.slow
 def test_chunks_of_32_are_put_together(engines: Engines, alone: list[dict[str, torch.Tensor]]) -> None:
     engine = engines.get("embedded-kimi-k2_5", dtype="float32", chunked_prefill_size=32)
     assert engine.tap.slot_tokens == 32
