@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from capture.chat import InputError
-from capture.ledger import token_digest
-from capture.rows import Outcome, Row, RowOptions
+from capture.rows import Outcome, Row, RowOptions, token_digest
 
 SHOWN = 20
 """How many rows of a kind are named; all of them are counted."""

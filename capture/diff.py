@@ -13,8 +13,8 @@ from capture import formats
 from capture.in_order import in_order
 from capture.ledger import Ledger, WrittenFile
 from capture.manifest import Manifest, differences, read_manifest
-from capture.verify import Deviation, VerificationError, parting
-from capture.verify_dataset import THREADS, Reader, first_other_row
+from capture.verify import THREADS, Deviation, VerificationError, parting
+from capture.verify_dataset import Reader, first_other_row
 
 SHOWN = 200
 """How many differences are listed; all of them are counted."""

@@ -6,8 +6,6 @@ The answer of `/generate` only says that the prompt was prefilled; what counts i
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
 import secrets
 import shutil
 from pathlib import Path
@@ -32,21 +30,6 @@ class DrawError(Exception):
     def __init__(self, reason: str, *, hopeless: bool = False, busy: bool = False) -> None:
         super().__init__(reason)
         self.hopeless, self.busy = hopeless, busy
-
-
-class Busy(Exception):
-    """Somebody else draws from that server, or writes to that folder."""
-
-
-def lock(path: Path, what: str) -> int:
-    """Take a lock that this process keeps until it ends; returns its handle. Raises Busy where it is held."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise Busy(what) from None
-    return handle
 
 
 def tokens_in_flight(server: Server, tap: TapState, share: int = 1) -> int:
@@ -155,15 +138,3 @@ class Drawer:
             waiting.set_result(line)
         else:  # left by an earlier drawer, which nobody waits for any more
             dump.remove(dump.request_folder(self.dump_dir, line.n))
-
-
-def stats(tensor: Any) -> dict[str, Any]:
-    """Shape, dtype, mean, standard deviation and the norm of each row of a state `[tokens, hidden]`."""
-    wide = tensor.float()
-    return {
-        "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "mean": float(wide.mean()),
-        "std": float(wide.std(correction=0)),
-        "norms": [float(norm) for norm in wide.norm(dim=-1)],
-    }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import signal
 import sqlite3
@@ -23,12 +22,14 @@ from typing import Any
 import msgspec
 
 from capture import alarms, code_hash, dump, formats, gate, manifest, parallel, probe, row_files, rows, verify
-from capture.draw import DrawError, lock
+from capture.draw import DrawError
 from capture.finish import finish
 from capture.lanes import Lane, Lanes, Place
 from capture.ledger import Change, Ledger, Sample
+from capture.locks import lock
 from capture.rows import RowOptions
 from capture.server import Server, ServerGone
+from capture.stop import Stop, cannot_write, is_full
 
 ATTEMPTS = 3
 BACK_OFF = 0.3  # seconds before the second attempt, four times as many before each further one
@@ -37,7 +38,6 @@ BUSY_PAUSE = 0.5
 COMMIT_SECONDS = 0.25
 REPORT_SECONDS = 0.5
 DRAIN_SECONDS = 30.0
-FAILURES_SHOWN = 20
 KEPT = ("created", "input_hash", "probe", "alarms", "exported", "finished")  # of the manifest, by a run that goes on
 SAMPLE_EVENTS = 300  # retries and failures that the run's history has; the log has all
 
@@ -69,14 +69,6 @@ class ExtractJob(msgspec.Struct, frozen=True, kw_only=True):
     def sources(self) -> list[Source]:
         """Every server that is drawn from."""
         return [Source(self.server, self.lock), *self.beside]
-
-
-class Stop(Exception):
-    """The run ends early; `exit_code` says how, the sentence why."""
-
-    def __init__(self, exit_code: int, why: str) -> None:
-        super().__init__(why)
-        self.exit_code = exit_code
 
 
 class NotSafe(Exception):
@@ -455,7 +447,7 @@ class Extraction:
         self.progress.not_finite += not_finite
         self.changes.append(Change(sample.number, "failed", attempts, reason))
         failure = verify.Failure(sample.number, None, reason)
-        self.progress.failures = [failure, *self.progress.failures][:FAILURES_SHOWN]
+        self.progress.failures = [failure, *self.progress.failures][: verify.FAILURES_SHOWN]
         self.say(f"sample {sample.number} ({sample.file}:{sample.line}) failed: {reason}")
         self._tell_of_sample("failed", sample=sample.number, file=sample.file, line=sample.line, reason=reason)
 
@@ -588,19 +580,6 @@ def require_alike(servers: list[Server], taps: list[dump.TapState]) -> None:
                     f"the servers draw other states: {name} is {shown[0]} of {servers[0].name}, {shown[1]} of "
                     f"{server.name}; launch both alike"
                 )
-
-
-def cannot_write(output: Path, error: BaseException) -> Stop:
-    """How a run ends whose output cannot be written."""
-    what = "is full" if is_full(error) else f"cannot be written: {getattr(error, 'strerror', error)}"
-    return Stop(1, f"{output} {what}; nothing is lost: make room and give the same command again")
-
-
-def is_full(error: BaseException) -> bool:
-    """Whether an error says that a disk has no room."""
-    if isinstance(error, sqlite3.OperationalError):
-        return error.sqlite_errorcode == sqlite3.SQLITE_FULL
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _public(info: dict[str, Any]) -> dict[str, Any]:

@@ -17,11 +17,10 @@ from typing import Any
 import msgspec
 
 from capture import formats
-from capture.draw import lock
-from capture.driver import FAILURES_SHOWN, cannot_write, is_full
 from capture.finish import finish
 from capture.in_order import in_order
 from capture.ledger import Change, Ledger, Sample, WrittenFile
+from capture.locks import lock
 from capture.manifest import (
     NORMS,
     Manifest,
@@ -31,7 +30,8 @@ from capture.manifest import (
     take_folder,
     write_manifest,
 )
-from capture.verify import Deviation, Failure, VerificationError, check_states
+from capture.stop import cannot_write, is_full
+from capture.verify import FAILURES_SHOWN, Deviation, Failure, VerificationError, check_states
 from capture.verify_dataset import Reader
 
 THREADS = min(4, os.cpu_count() or 1)

@@ -10,7 +10,6 @@ import msgspec
 
 from capture import dump, formats, rows
 from capture.chat import InputError
-from capture.draw import stats
 from capture.ledger import Ledger, Sample, WrittenFile
 from capture.manifest import Manifest, read_manifest
 from capture.verify import Failure
@@ -115,6 +114,18 @@ def _read_states(output: Path, manifest: Manifest, files: list[WrittenFile]) -> 
         found = {name: states[name] for name in dump.state_names(layers) if name in states}
         return file.format, {name: state for name, state in found.items() if state.ndim == 2 and state.numel()}
     return None, {}
+
+
+def stats(tensor: Any) -> dict[str, Any]:
+    """Shape, dtype, mean, standard deviation and the norm of each row of a state `[tokens, hidden]`."""
+    wide = tensor.float()
+    return {
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "mean": float(wide.mean()),
+        "std": float(wide.std(correction=0)),
+        "norms": [float(norm) for norm in wide.norm(dim=-1)],
+    }
 
 
 def describe(state: Any, norm: str | None = None) -> State:

@@ -39,14 +39,16 @@ from capture import (
 from capture.chat import InputError
 from capture.diff import diff
 from capture.export import ExportJob, export
-from capture.inspect_sample import inspect_sample
+from capture.inspect_sample import inspect_sample, stats
+from capture.locks import Busy, lock
 from capture.rows import RowOptions
 from capture.server import Server, ServerGone
+from capture.stop import Stop
 from capture.verify_dataset import verify_dataset
 from capture.verify_dumps import is_dumps, verify_dumps
 
 EXIT_CODES: list[tuple[type[BaseException] | tuple[type[BaseException], ...], int]] = [
-    (draw.Busy, 7),
+    (Busy, 7),
     (driver.NotSafe, 6),
     (ServerGone, 9),
     ((InputError, formats.UnknownFormat, manifest.ManifestError, ledger.LedgerError, dump.DumpError), 2),
@@ -135,7 +137,7 @@ def say(text: str) -> None:
 def run_try(job: TryJob) -> tuple[int, Any]:
     """Send one prompt and describe what came out of it."""
     server = job.server
-    handle = draw.lock(Path(job.lock), f"another job draws from the server {server.run}")
+    handle = lock(Path(job.lock), f"another job draws from the server {server.run}")
     try:
         tap, info = dump.read_tap(Path(server.dump_dir)), server.info()
         findings = gate.check(info, tap, gate.Expected(code_hash(), server.model))
@@ -172,7 +174,7 @@ async def _try(
         seconds = time.monotonic() - begun
         try:
             states = verify.read_dump(folder, rid, ids, tap.layers.boundaries, tap.hidden, tap.dtype)
-            shown = {name: draw.stats(state) for name, state in states.items()}
+            shown = {name: stats(state) for name, state in states.items()}
         finally:
             dump.remove(folder)
     return {
@@ -190,7 +192,7 @@ async def _try(
 def run_probe(job: ProbeJob) -> tuple[int, Any]:
     """Probe a server; one that is refused exits as one that is not safe to draw from."""
     server = job.server
-    handle = draw.lock(Path(job.lock), f"another job draws from the server {server.run}")
+    handle = lock(Path(job.lock), f"another job draws from the server {server.run}")
     try:
         tap, info = dump.read_tap(Path(server.dump_dir)), server.info()
         if refusal := gate.refusal(gate.check(info, tap, gate.Expected(code_hash(), server.model))):
@@ -336,7 +338,7 @@ def main(kind: str, jobs: Jobs = JOBS) -> int:
     job = msgspec.json.decode(Path("job.json").read_bytes(), type=shape)
     try:
         code, result = run(job)
-    except driver.Stop as error:
+    except Stop as error:
         tell("error", reason=str(error))
         code, result = error.exit_code, {"error": str(error)}
     except KeyboardInterrupt:

@@ -11,7 +11,6 @@ a sample is `written` only after its files are on disk.
 from __future__ import annotations
 
 import array
-import hashlib
 import os
 import shutil
 import sqlite3
@@ -23,7 +22,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from capture.rows import BadRow, Row, Skipped
+from capture.rows import BadRow, Row, Skipped, token_digest
 
 State = Literal["pending", "sent", "written", "failed"]
 TABLES = """
@@ -338,11 +337,6 @@ class Ledger:
     def bytes_written(self) -> int:
         """Bytes of all files."""
         return int(self.db.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()[0])
-
-
-def token_digest(ids: bytes, mask: bytes) -> bytes:
-    """16 bytes that tell samples of other tokens apart, made of the tokens as the token files hold them."""
-    return hashlib.blake2b(ids + mask, digest_size=16).digest()
 
 
 def token_key(ids: bytes, mask: bytes) -> str:

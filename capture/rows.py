@@ -7,6 +7,7 @@ options as a whole raises, as an `InputError`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,11 @@ class Skipped(msgspec.Struct):
 
 
 Outcome: TypeAlias = Row | BadRow | Skipped
+
+
+def token_digest(ids: bytes, mask: bytes) -> bytes:
+    """16 bytes that tell samples of other tokens apart, made of the tokens as the token files hold them."""
+    return hashlib.blake2b(ids + mask, digest_size=16).digest()
 
 
 def load_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:

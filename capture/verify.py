@@ -5,7 +5,8 @@ Datasets are verified at any later time by `verify_dataset.py`, folders of dumps
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,12 @@ import msgspec
 from capture import dump
 
 SCHEMA = 1
+THREADS = min(8, os.cpu_count() or 1)  # that verify a dataset or a folder of dumps
+FAILURES_SHOWN = 20  # in progress.json, the last first
 STRETCH = 64  # rows that are turned into float32 at a time
 FEW = 16  # leading values of a row by which nearly every row shows that it is not one value throughout
+
+Progress = Callable[[int, int, int], None]  # samples done, of how many, bytes read
 
 
 class VerificationError(Exception):

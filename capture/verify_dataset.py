@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,17 @@ from capture.formats.files import checksum
 from capture.in_order import in_order
 from capture.ledger import Ledger, Sample, WrittenFile
 from capture.manifest import Manifest, read_manifest
-from capture.verify import SCHEMA, Deviation, Failure, Report, VerificationError, check_states, parting
-
-THREADS = min(8, os.cpu_count() or 1)
-Progress = Callable[[int, int, int], None]  # samples done, of how many, bytes read
+from capture.verify import (
+    SCHEMA,
+    THREADS,
+    Deviation,
+    Failure,
+    Progress,
+    Report,
+    VerificationError,
+    check_states,
+    parting,
+)
 
 
 class _WrongBytes(VerificationError):

@@ -19,8 +19,7 @@ import msgspec
 
 from capture import dump
 from capture.in_order import in_order
-from capture.verify import SCHEMA, Failure, Report, VerificationError, check_states
-from capture.verify_dataset import THREADS, Progress
+from capture.verify import SCHEMA, THREADS, Failure, Progress, Report, VerificationError, check_states
 
 FOLDER = re.compile(r"req_(\d+)")
 AUX = re.compile(r"aux_(\d+)\.pt")

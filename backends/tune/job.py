@@ -35,6 +35,7 @@ from backends.tune.variants import STAGES, Variant, argument, choose, device, ra
 from backends.watch import ServerWatch, earlier_start, settled
 from capture import code_hash, draw, dump, gate, job
 from capture.layers import LayerChoice
+from capture.locks import Busy, lock
 from capture.measure import LIKE_SGLANG, SIZES, Reduced, all_reduce
 from capture.server import Server, ServerGone
 
@@ -275,7 +276,7 @@ class Tuner:
         handle = None
         try:
             described = describe(server)
-            handle = draw.lock(draw_lock(self.runs, server), f"another job draws from {server.id}")
+            handle = lock(draw_lock(self.runs, server), f"another job draws from {server.id}")
             info, tap = described.info(), dump.read_tap(Path(described.dump_dir))
             refusal = gate.refusal(gate.check(info, tap, gate.Expected(code_hash(), described.model)))
             if refusal or tap is None:
@@ -289,7 +290,7 @@ class Tuner:
                 trial.rounds.append(round(load.prefill(described, tap, self.prompts, ROUND_SECONDS), 1))
             trial.tokens_per_second = statistics.median(trial.rounds)
             return info
-        except (draw.DrawError, draw.Busy, ServerGone, dump.DumpError, LayertapError, TimeoutError) as error:
+        except (draw.DrawError, Busy, ServerGone, dump.DumpError, LayertapError, TimeoutError) as error:
             said = str(error) or "the load was not through in time"
             raise Failed(self._death(server) or said) from error
         finally:

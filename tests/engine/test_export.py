@@ -20,13 +20,13 @@ from dataset_helpers import LENGTHS, make_native, states_of
 from tmpfs import small_tmpfs
 
 from capture import formats, manifest
-from capture.draw import Busy
-from capture.driver import Stop
 from capture.export import Exported, ExportJob, Progress, export
 from capture.formats import FORMATS
 from capture.ledger import Change, Ledger, LedgerError
+from capture.locks import Busy
 from capture.manifest import ManifestError, read_manifest, write_manifest
 from capture.rows import Row
+from capture.stop import Stop
 from capture.verify_dataset import verify_dataset
 
 TRAINERS = [name for name in FORMATS if name != "native"]
@@ -365,7 +365,7 @@ def test_a_part_of_a_dataset(native: Path) -> None:
 
 
 def test_two_at_once(native: Path) -> None:
-    from capture.draw import lock
+    from capture.locks import lock
 
     held = lock(native / ".lock", "a test")
     try:
