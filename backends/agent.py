@@ -46,8 +46,8 @@ from backends.survival import danger
 from backends.tune.servers import stop_tuning
 from backends.watch import ServerWatch, earlier_start
 from capture import code_hash, events, gate, probe
-from capture.dump import DumpError, read_tap
-from capture.ledger import State
+from capture.dataset.ledger import State
+from capture.dumps.dump import DumpError, read_tap
 from capture.server import ServerGone
 
 AT_ONCE = 32

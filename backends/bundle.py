@@ -18,7 +18,7 @@ from backends.jobs import read_job
 from backends.masking import Masked, Masker, environment, secrets_of_argv, secrets_of_env
 from backends.runs import Run
 from backends.stacks import newest_report
-from capture.settings import SETTINGS_VARIABLE
+from capture.tap.settings import SETTINGS_VARIABLE
 
 LOG_BYTES = 1 << 20  # of a log's end
 LOG_HEAD = 256 << 10  # of its beginning: the arguments and the start-up

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from backends.errors import UsageError
-from capture.ledger import Ledger, LedgerError, Sample, State, WrittenFile
-from capture.manifest import Manifest, ManifestError, read_manifest
+from capture.dataset.ledger import Ledger, LedgerError, Sample, State, WrittenFile
+from capture.dataset.manifest import Manifest, ManifestError, read_manifest
 
 LAST = (1 << 63) - 1  # the largest number that SQLite has
 MOST = 5000  # samples in one page

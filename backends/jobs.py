@@ -12,9 +12,9 @@ import msgspec
 from backends.errors import Locked, RunDied, UsageError
 from backends.launch import model_folder
 from backends.runs import CODE, Run, Runs, python_path, write_json
-from capture.dump import read_tap
+from capture.dumps.dump import read_tap
 from capture.server import Server
-from capture.settings import SETTINGS_VARIABLE, TapSettings, replica_folder
+from capture.tap.settings import SETTINGS_VARIABLE, TapSettings, replica_folder
 
 # Kinds of job, and whether they draw from a server.
 JOBS = {

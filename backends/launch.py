@@ -15,9 +15,9 @@ import msgspec
 from backends.errors import Locked, NotReady, UsageError
 from backends.runs import CODE, Run, Runs, port_free, python_path
 from backends.sglang import Launch, mask_argv, masked
-from capture.dump import DumpError, make_private
+from capture.dumps.dump import DumpError, make_private
 from capture.layers import LayerChoice
-from capture.settings import SETTINGS_VARIABLE, TapSettings
+from capture.tap.settings import SETTINGS_VARIABLE, TapSettings
 
 EMBEDDED = "embedded:"
 INDEX = "model.safetensors.index.json"

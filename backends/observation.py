@@ -17,7 +17,7 @@ from backends.gpus import Gpu
 from backends.processes import ProcessSample
 from backends.reading import LogReader
 from backends.startup import Phase, Startup
-from capture.dump import TapState
+from capture.dumps.dump import TapState
 
 OF_A_KILL = frozenset({43, 45})  # XIDs that come when a process is ended
 ENDED = ("zombie", "dead")  # states of a process that runs no more

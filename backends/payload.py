@@ -15,7 +15,7 @@ from importlib.resources.abc import Traversable
 from backends import bootstrap
 
 ENTRY_POINTS = {
-    "engine/layertap_tap": "[sglang.srt.plugins]\nlayertap = capture.plugin:register\n",
+    "engine/layertap_tap": "[sglang.srt.plugins]\nlayertap = capture.tap.plugin:register\n",
     "embedded/layertap_cpu": (
         "[sglang.srt.platforms]\nlayertap_cpu = layertap_cpu:activate\n\n"
         "[sglang.srt.plugins]\nlayertap_cpu = layertap_cpu:register\n"

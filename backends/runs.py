@@ -40,7 +40,7 @@ import psutil
 import capture
 from backends.errors import Locked, RunDied, UsageError
 from capture import events
-from capture.dump import DumpError
+from capture.dumps.dump import DumpError
 from capture.server import Process
 
 SCHEMA = 1

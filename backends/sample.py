@@ -22,7 +22,7 @@ from backends.errors import UsageError
 from backends.gpus import Gpu, Gpus, GpuSample
 from backends.processes import ProcessSample, Rate, RunProcesses
 from backends.runs import Run, Runs
-from capture.dump import DumpError, Journal, TapState, read_tap, tap_folders
+from capture.dumps.dump import DumpError, Journal, TapState, read_tap, tap_folders
 
 GPU_SECONDS = 1.0  # that a look waits for NVML; it takes milliseconds unless it opens or hangs
 DISK_EVERY = 2.0

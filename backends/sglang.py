@@ -20,7 +20,7 @@ import msgspec
 
 from backends.errors import UsageError
 from backends.situation import Match, Situation
-from capture.memory import parse_bytes
+from capture.tap.memory import parse_bytes
 
 Value = str | int | float | bool | list[Any] | dict[str, Any] | None
 """A setting's value. None, or "unset" in TOML, takes the setting away."""

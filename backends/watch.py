@@ -21,7 +21,7 @@ from backends.observation import EarlierStart, Follower, Observation, Standing
 from backends.processes import ProcessSample, RunProcesses, open_files
 from backends.runs import Run, Runs
 from backends.startup import Startup
-from capture.dump import DumpError, TapState, read_tap
+from capture.dumps.dump import DumpError, TapState, read_tap
 
 RECENT = 30.0  # seconds: an answer to /generate that is so old says that the server is well
 QUIET = 10.0  # seconds without a batch, of a server that has work

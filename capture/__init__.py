@@ -11,6 +11,7 @@ def code_hash() -> str:
     not drawn from.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    folder = Path(__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(bytes(path.relative_to(folder)) + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

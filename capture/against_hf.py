@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from capture import memory
-from capture.chat import InputError
+from capture.rows.chat import InputError
+from capture.tap import memory
 
 MOST_TOKENS = 1500
 SPARE = 1.2  # the forward's own states beside the weights

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from capture import dump
-from capture.dump import Journal, TapState
+from capture.dumps import dump
+from capture.dumps.dump import Journal, TapState
 from capture.server import Process, Server, ServerGone
-from capture.settings import Rid
+from capture.tap.settings import Rid
 
 FOLLOW_SECONDS = 0.01
 DUMP_SECONDS = 120.0  # from the server's answer to the line in dumps.jsonl

@@ -21,13 +21,17 @@ from typing import Any
 
 import msgspec
 
-from capture import alarms, code_hash, dump, formats, gate, manifest, parallel, probe, row_files, rows, verify
+from capture import code_hash, gate, probe
+from capture.dataset import formats, manifest
+from capture.dataset.finish import finish
+from capture.dataset.ledger import Change, Ledger, Sample
 from capture.draw import DrawError
-from capture.finish import finish
+from capture.dumps import dump, verify
 from capture.lanes import Lane, Lanes, Place
-from capture.ledger import Change, Ledger, Sample
 from capture.locks import lock
-from capture.rows import RowOptions
+from capture.rows import alarms, parallel
+from capture.rows.files import read_hash
+from capture.rows.tokenise import Outcome, RowOptions, load_tokenizer, tokenise
 from capture.server import Server, ServerGone
 from capture.stop import Stop, cannot_write, is_full
 
@@ -163,7 +167,7 @@ class Extraction:
         for name in self.job.formats:
             if reason := formats.find(name).refuse(tap.dtype, len(self.boundaries)):
                 raise manifest.ManifestError(f"--format {name}: {reason}")
-        tokenizer = rows.load_tokenizer(self.job.server.model, self.job.server.trust_remote_code)
+        tokenizer = load_tokenizer(self.job.server.model, self.job.server.trust_remote_code)
         self.manifest = self._make_manifest(infos, tokenizer)
         self.ledger = Ledger(self.output)
         self._tokenise(tokenizer, min(filter(None, map(gate.longest_prompt, infos)), default=None))
@@ -271,7 +275,7 @@ class Extraction:
 
         `longest` is what the servers take in one prompt, where they say it.
         """
-        now = row_files.read_hash(self.job.rows)
+        now = read_hash(self.job.rows)
         if now == self.manifest.input_hash:
             self.say(f"{self.job.rows} is tokenised already")
             self._say_alarms()
@@ -281,7 +285,7 @@ class Extraction:
         options = self.job.options
         if options.max_length is None:
             options = msgspec.structs.replace(options, max_length=longest)
-        outcomes = rows.tokenise(
+        outcomes = tokenise(
             self.job.rows, tokenizer, options, vocab_size=len(tokenizer), workers=parallel.default_workers()
         )
         found = alarms.Alarms()
@@ -293,7 +297,7 @@ class Extraction:
         for file, line, reason in self.ledger.unused("bad"):
             self.say(f"{file}:{line}: {reason}")
 
-    def _report_rows(self, outcomes: Iterable[rows.Outcome]) -> Iterator[rows.Outcome]:
+    def _report_rows(self, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
         """The rows as they are, with how many there were in the progress."""
         last = time.monotonic()
         for outcome in outcomes:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from capture.dump import TapState
+from capture.dumps.dump import TapState
 
 TESTED = ((0, 5, 11), (0, 5, 23))
 

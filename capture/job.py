@@ -19,33 +19,20 @@ from typing import Any
 
 import msgspec
 
-from capture import (
-    code_hash,
-    draw,
-    driver,
-    dump,
-    events,
-    formats,
-    gate,
-    ledger,
-    manifest,
-    measure,
-    parallel,
-    plan,
-    probe,
-    rows,
-    verify,
-)
-from capture.chat import InputError
-from capture.diff import diff
-from capture.export import ExportJob, export
-from capture.inspect_sample import inspect_sample, stats
+from capture import code_hash, draw, driver, events, gate, measure, probe
+from capture.dataset import formats, ledger, manifest
+from capture.dataset.diff import diff
+from capture.dataset.export import ExportJob, export
+from capture.dataset.inspect_sample import inspect_sample, stats
+from capture.dataset.verify import verify_dataset
+from capture.dumps import dump, verify
+from capture.dumps.verify_folder import is_dumps, verify_dumps
 from capture.locks import Busy, lock
-from capture.rows import RowOptions
+from capture.rows import parallel, plan
+from capture.rows.chat import InputError
+from capture.rows.tokenise import Encoder, RowOptions, load_tokenizer, tokenise
 from capture.server import Server, ServerGone
 from capture.stop import Stop
-from capture.verify_dataset import verify_dataset
-from capture.verify_dumps import is_dumps, verify_dumps
 
 EXIT_CODES: list[tuple[type[BaseException] | tuple[type[BaseException], ...], int]] = [
     (Busy, 7),
@@ -143,7 +130,7 @@ def run_try(job: TryJob) -> tuple[int, Any]:
         findings = gate.check(info, tap, gate.Expected(code_hash(), server.model))
         if tap is None or not tap.inside or tap.code != code_hash():
             raise driver.NotSafe(gate.refusal(findings) or "the tap is not in")
-        tokenizer = rows.load_tokenizer(server.model, server.trust_remote_code)
+        tokenizer = load_tokenizer(server.model, server.trust_remote_code)
         ids = prompt_ids(tokenizer, job)
         return 0, asyncio.run(_try(server, tap, ids, tokenizer, findings))
     finally:
@@ -198,7 +185,7 @@ def run_probe(job: ProbeJob) -> tuple[int, Any]:
         if refusal := gate.refusal(gate.check(info, tap, gate.Expected(code_hash(), server.model))):
             raise driver.NotSafe(refusal)
         assert tap is not None
-        tokenizer = rows.load_tokenizer(server.model, server.trust_remote_code)
+        tokenizer = load_tokenizer(server.model, server.trust_remote_code)
         made = probe.probe(
             server, tap, info, tokenizer, lambda what: report({"schema": 1, "what": what}), with_hf=job.against_hf
         )
@@ -213,14 +200,14 @@ def run_plan(job: PlanJob) -> tuple[int, Any]:
     """Read and tokenise the rows and say what extracting them would take."""
     chosen = {name: formats.find(name) for name in job.formats}
     hidden, itemsize = model_size(job.model)
-    tokenizer = rows.load_tokenizer(job.model, job.trust_remote_code)
+    tokenizer = load_tokenizer(job.model, job.trust_remote_code)
     if job.show:
-        encoder = rows.Encoder(tokenizer, job.options, len(tokenizer))
+        encoder = Encoder(tokenizer, job.options, len(tokenizer))
         shown = plan.show_rows(job.rows, encoder, job.show, tokenizer)
         return (1 if any(row.reason for row in shown) else 0), {"schema": 1, "shown": shown}
     sizes = {name: float(found.bytes_per_token(hidden, job.layers, itemsize)) for name, found in chosen.items()}
     made = plan.make_plan(
-        rows.tokenise(job.rows, tokenizer, job.options, vocab_size=len(tokenizer), workers=parallel.default_workers()),
+        tokenise(job.rows, tokenizer, job.options, vocab_size=len(tokenizer), workers=parallel.default_workers()),
         sizes,
         Path(job.output) if job.output else None,
         tokenizer,

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from capture.draw import Drawer, tokens_in_flight
-from capture.dump import TapState
+from capture.dumps.dump import TapState
 from capture.server import Server, ServerGone
 
 MOST_IN_FLIGHT = 256  # samples of one lane

@@ -17,12 +17,14 @@ from typing import Any
 
 import msgspec
 
-from capture import against_hf, code_hash, dump, gate, rank_sums, verify
+from capture import against_hf, code_hash, gate
 from capture.against_hf import Against, cosines
 from capture.draw import Drawer, DrawError, tokens_in_flight
+from capture.dumps import dump, verify
 from capture.layers import Layers
-from capture.rank_sums import RankSum
 from capture.server import Server
+from capture.tap import rank_sums
+from capture.tap.rank_sums import RankSum
 
 NAME = "probe.json"  # in the dump folder: it lives as long as the server
 LENGTHS = (3, 64, 1500, 2500)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from backends.errors import UsageError
-from capture.chat import InputError
-from capture.rows import RowOptions
+from capture.rows.chat import InputError
+from capture.rows.tokenise import RowOptions
 from console import VERSION
 from console.session import going_on
 

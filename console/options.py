@@ -141,7 +141,7 @@ def asked_formats(asked: str | None, session: Session) -> list[str]:
 
 
 def asked_row_options(options: RowOptions, session: Session) -> dict[str, Any]:
-    """`capture.rows.RowOptions`, by its fields; what was not said is as layertap.toml has it. Raises UsageError."""
+    """The fields of the RowOptions of capture.rows; what was not said is as layertap.toml has it. Raises UsageError."""
     defaults = session.defaults
     if (options.prompt_column is None) != (options.response_column is None):
         raise UsageError("--prompt-column and --response-column go together")

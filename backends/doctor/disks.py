@@ -13,7 +13,7 @@ from backends.jobs import absolute
 from backends.launch import EMBEDDED
 from backends.runs import Runs
 from backends.sample import read_disk
-from capture.memory import SLOTS
+from capture.tap.memory import SLOTS
 
 GB = 10**9
 LEAST_SHM = 1 << 30

@@ -12,7 +12,7 @@ from backends import payloads
 from backends.doctor.report import Asked, Check, Place, Question, amount, judge
 from backends.processes import title
 from backends.runs import RUN_VARIABLE
-from capture.dump import DumpError, read_tap
+from capture.dumps.dump import DumpError, read_tap
 
 NEVER = float("inf")
 SHARED = re.compile(r"sglang_loads_.*\.shm|sgl_shm_.*_(?P<pid>\d+)_\w+")  # SGLang's own, left by one that was killed

@@ -33,7 +33,8 @@ from backends.tune import load
 from backends.tune.servers import stop_servers
 from backends.tune.variants import STAGES, Variant, argument, choose, device, ranks
 from backends.watch import ServerWatch, earlier_start, settled
-from capture import code_hash, draw, dump, gate, job
+from capture import code_hash, draw, gate, job
+from capture.dumps import dump
 from capture.layers import LayerChoice
 from capture.locks import Busy, lock
 from capture.measure import LIKE_SGLANG, SIZES, Reduced, all_reduce

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from capture import dump
 from capture.draw import Drawer, DrawError
+from capture.dumps import dump
 from capture.server import Server
 
 SEED = 0
@@ -34,7 +34,7 @@ def make_prompts(vocabulary: Sequence[int], longest: int, tokens: int) -> list[l
 
 def vocabulary(model: str, trust_remote_code: bool) -> list[int]:
     """The ids of plain text: all but special and added tokens, some of which stand for images. Raises InputError."""
-    from capture.rows import load_tokenizer
+    from capture.rows.tokenise import load_tokenizer
 
     tokenizer = load_tokenizer(model, trust_remote_code)
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}

@@ -26,7 +26,7 @@ import msgspec
 from backends.datasets import LAST, Described, Range
 from backends.errors import UsageError
 from backends.host import Host
-from capture.dump import write_json
+from capture.dumps.dump import write_json
 from console.pull.files import Files
 from console.pull.progress import Meter, Progress
 from console.pull.source import Source

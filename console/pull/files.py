@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from backends.datasets import Described
-from capture.ledger import WrittenFile
+from capture.dataset.ledger import WrittenFile
 from console.pull.progress import Meter
 from console.pull.source import Refused, Source
 from console.pull.target import PART, put, size, xxh3

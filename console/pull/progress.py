@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from capture.ledger import WrittenFile
+from capture.dataset.ledger import WrittenFile
 from console.pull.source import Source
 
 

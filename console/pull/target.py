@@ -12,9 +12,9 @@ import msgspec
 
 from backends.datasets import Described
 from backends.errors import Locked, UsageError
-from capture.dump import write_json
-from capture.formats import sync
-from capture.manifest import Manifest, differences
+from capture.dataset.formats import sync
+from capture.dataset.manifest import Manifest, differences
+from capture.dumps.dump import write_json
 
 SCHEMA = 1
 PART = ".part"

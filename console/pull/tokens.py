@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from backends.datasets import Described
-from capture.ledger import token_key
+from capture.dataset.ledger import token_key
 from console.pull.progress import Meter
 from console.pull.source import Refused, Source
 from console.pull.target import PART, put

@@ -10,7 +10,7 @@ import msgspec
 
 from backends.datasets import Described, Range, WrittenSample
 from backends.errors import UsageError
-from capture.ledger import TABLES, WrittenFile
+from capture.dataset.ledger import TABLES, WrittenFile
 from console.pull.progress import Meter
 from console.pull.source import Source
 from console.pull.target import PART, put

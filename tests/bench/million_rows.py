@@ -29,9 +29,11 @@ import msgspec
 import psutil
 
 from backends.embedded import models
-from capture import driver, job, ledger, manifest, parallel, rows
-from capture.ledger import Change, Ledger, WrittenFile
-from capture.rows import RowOptions
+from capture import driver, job
+from capture.dataset import ledger, manifest
+from capture.dataset.ledger import Change, Ledger, WrittenFile
+from capture.rows import parallel
+from capture.rows.tokenise import RowOptions, load_tokenizer
 from capture.server import Process, Server
 
 SAMPLE_SECONDS = 0.5
@@ -120,7 +122,7 @@ def _prepare(path: Path, model: str, output: Path, known: str) -> dict[str, Any]
     )
     begun = driver.Extraction(asked, output, lambda _: None, lambda _: None, lambda *_a, **_k: None)
     begun.manifest = _manifest(asked, known)
-    tokenizer = rows.load_tokenizer(model)
+    tokenizer = load_tokenizer(model)
     loaded = time.monotonic()
     begun.ledger = ledger.Ledger(output)
     begun._tokenise(tokenizer, None)

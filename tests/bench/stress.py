@@ -24,10 +24,10 @@ from engines import Engine, Engines, running  # noqa: E402, F401
 
 from backends import jobs  # noqa: E402
 from backends.embedded import models  # noqa: E402
-from capture import dump  # noqa: E402
 from capture.draw import Drawer, DrawError  # noqa: E402
+from capture.dumps import dump  # noqa: E402
 from capture.layers import LayerChoice  # noqa: E402
-from capture.writers import default_count  # noqa: E402
+from capture.tap.writers import default_count  # noqa: E402
 
 HIDDEN, STATES, TOKENS, FORWARD = 7168, 5, 2048, 32768
 TOKEN_BYTES = STATES * HIDDEN * 2

@@ -53,11 +53,11 @@ from stress import (
 )
 
 from backends.embedded import models
-from capture import dump, pt
-from capture.keeper import Keeper
+from capture.dumps import dump, pt
+from capture.dumps.spares import Spares
 from capture.layers import LayerChoice, Layers
-from capture.settings import TapSettings
-from capture.spares import Spares
+from capture.tap.keeper import Keeper
+from capture.tap.settings import TapSettings
 
 ROUNDS = 3
 

@@ -39,7 +39,7 @@ def register() -> None:
 
 
 def _put_in(_result: Any, _runner: Any, *_args: Any, **_kwargs: Any) -> None:
-    from capture.keeper import Keeper
+    from capture.tap.keeper import Keeper
 
     if Keeper.take is not _take:
         _own.append(Keeper.take)

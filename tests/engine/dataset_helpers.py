@@ -9,10 +9,10 @@ import msgspec
 import torch
 from test_manifest import MANIFEST, SETTINGS
 
-from capture import formats, manifest
+from capture.dataset import formats, manifest
+from capture.dataset.ledger import Change, Ledger
 from capture.layers import Layers
-from capture.ledger import Change, Ledger
-from capture.rows import Row
+from capture.rows.tokenise import Row
 
 HIDDEN = 8
 LENGTHS = [4, 9, 4, 1, 30, 7]

@@ -24,8 +24,9 @@ from backends import bootstrap, payload, runs, sglang  # noqa: E402
 from backends.jobs import describe  # noqa: E402
 from backends.launch import Launching, launch  # noqa: E402
 from backends.watch import ServerWatch  # noqa: E402
-from capture import dump, job  # noqa: E402
+from capture import job  # noqa: E402
 from capture.draw import Drawer  # noqa: E402
+from capture.dumps import dump  # noqa: E402
 from capture.layers import LayerChoice  # noqa: E402
 from capture.probe import Probed  # noqa: E402
 

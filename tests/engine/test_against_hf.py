@@ -12,7 +12,7 @@ from transformers import DeepseekV3ForCausalLM
 
 from backends.embedded import models
 from capture import against_hf
-from capture.chat import InputError
+from capture.rows.chat import InputError
 
 IDS = [20, 30, 40, 50]
 

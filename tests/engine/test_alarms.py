@@ -7,11 +7,11 @@ import json
 import pytest
 from test_rows import CHATML, CHATML_MARKED, CONTENT_MARKED, PLAIN, TWO_TURNS, WORDS_ONLY, chat, make
 
-from capture import alarms
-from capture.alarms import Alarms, Odd
-from capture.chat import ChatTemplate, InputError
-from capture.plan import make_plan, show_rows
-from capture.rows import Encoder, Row, RowOptions, tokenise
+from capture.rows import alarms
+from capture.rows.alarms import Alarms, Odd
+from capture.rows.chat import ChatTemplate, InputError
+from capture.rows.plan import make_plan, show_rows
+from capture.rows.tokenise import Encoder, Row, RowOptions, tokenise
 
 ROLES_ALIKE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 BY_PLACE = "{% for m in messages %}{{ '<|user|>' if loop.index0 % 2 == 0 else '<|assistant|>' }}{{ m['content'] }}</s>{% endfor %}"

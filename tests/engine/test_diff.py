@@ -11,13 +11,13 @@ import pytest
 import torch
 from dataset_helpers import LENGTHS, make_native, row_of, states_of
 
-from capture import formats
-from capture.diff import Diff, Difference, diff
-from capture.export import ExportJob, export
+from capture.dataset import formats
+from capture.dataset.diff import Diff, Difference, diff
+from capture.dataset.export import ExportJob, export
+from capture.dataset.ledger import Change, Ledger
+from capture.dataset.manifest import ManifestError, read_manifest, write_manifest
 from capture.layers import Layers
-from capture.ledger import Change, Ledger
-from capture.manifest import ManifestError, read_manifest, write_manifest
-from capture.rows import Row
+from capture.rows.tokenise import Row
 
 SAMPLES = len(LENGTHS)
 STATES = ["boundary 3", "boundary 31", "boundary 59", "final", "last"]
@@ -193,7 +193,7 @@ def test_states_are_compared_by_their_boundaries(tmp_path: Path, a: Path) -> Non
 
 
 def test_differences_are_all_counted_and_some_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("capture.diff.SHOWN", 5)
+    monkeypatch.setattr("capture.dataset.diff.SHOWN", 5)
     one, other = make_native(tmp_path / "one", lengths=[1] * 12), make_native(tmp_path / "other", lengths=[2])
     made = diff(one, other)
     assert (made.only_a, made.only_b, len(made.differences)) == (12, 1, 5)

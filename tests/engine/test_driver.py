@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from capture import driver, dump
+from capture import driver
 from capture.draw import DrawError
 from capture.driver import Extraction
+from capture.dumps import dump
 from capture.layers import Layers
 from capture.probe import DENSE, Probed
 from capture.server import ServerGone

@@ -12,8 +12,8 @@ import pytest
 import torch
 from tmpfs import fill, small_tmpfs
 
-from capture import dump
-from capture.dump import DumpError, Journal, Line, Meta, TapState
+from capture.dumps import dump
+from capture.dumps.dump import DumpError, Journal, Line, Meta, TapState
 
 IDS = [11, 12, 13]
 NAMES = ["aux_0", "aux_1", "final", "last"]

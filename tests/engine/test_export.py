@@ -19,15 +19,15 @@ import torch
 from dataset_helpers import LENGTHS, make_native, states_of
 from tmpfs import small_tmpfs
 
-from capture import formats, manifest
-from capture.export import Exported, ExportJob, Progress, export
-from capture.formats import FORMATS
-from capture.ledger import Change, Ledger, LedgerError
+from capture.dataset import formats, manifest
+from capture.dataset.export import Exported, ExportJob, Progress, export
+from capture.dataset.formats import FORMATS
+from capture.dataset.ledger import Change, Ledger, LedgerError
+from capture.dataset.manifest import ManifestError, read_manifest, write_manifest
+from capture.dataset.verify import verify_dataset
 from capture.locks import Busy
-from capture.manifest import ManifestError, read_manifest, write_manifest
-from capture.rows import Row
+from capture.rows.tokenise import Row
 from capture.stop import Stop
-from capture.verify_dataset import verify_dataset
 
 TRAINERS = [name for name in FORMATS if name != "native"]
 SAMPLES = len(LENGTHS)
@@ -186,8 +186,8 @@ def test_samples_that_are_not_extracted_are_counted(native: Path) -> None:
 
 KILLED = """
 import sys, time
-from capture import export, formats
-from capture.formats import files
+from capture.dataset import export, formats
+from capture.dataset.formats import files
 real, written = files.put, []
 def put(path, parts):
     made = real(path, parts)
@@ -230,7 +230,7 @@ def test_killed_and_gone_on_with(native: Path, tmp_path: Path, other: bool) -> N
 
 def test_memory_does_not_grow_with_the_dataset(tmp_path: Path) -> None:
     """However many samples there are, at most twice as many as there are threads are under way."""
-    from capture import export as module
+    from capture.dataset import export as module
 
     under_way, most, held = 0, 0, threading.Lock()
 
@@ -402,7 +402,7 @@ def test_no_room(tmp_path: Path) -> None:
 def run_until_full(native: Path, out: Path) -> None:
     from tmpfs import fill
 
-    from capture import export as module
+    from capture.dataset import export as module
 
     real = module.Export._require_space
 

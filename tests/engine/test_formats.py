@@ -14,9 +14,9 @@ import xxhash
 from safetensors.torch import load_file
 from tmpfs import fill, small_tmpfs
 
-from capture import formats
-from capture.formats import FORMATS
-from capture.ledger import Tokens, WrittenFile
+from capture.dataset import formats
+from capture.dataset.formats import FORMATS
+from capture.dataset.ledger import Tokens, WrittenFile
 
 native, specforge = FORMATS["native"], FORMATS["specforge"]
 TRAINERS = [name for name in FORMATS if name != "native"]

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from capture.dump import TapState
+from capture.dumps.dump import TapState
 from capture.gate import Expected, check, longest_prompt, refusal
 
 TAP = TapState(

@@ -13,11 +13,11 @@ from test_manifest import MANIFEST, SETTINGS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from capture import formats, inspect_sample, manifest
-from capture.inspect_sample import Seen, describe
+from capture.dataset import formats, inspect_sample, manifest
+from capture.dataset.inspect_sample import Seen, describe
+from capture.dataset.ledger import Change, Ledger, LedgerError
 from capture.job import main
-from capture.ledger import Change, Ledger, LedgerError
-from capture.rows import Row
+from capture.rows.tokenise import Row
 
 HIDDEN = 8
 IDS, MASK = [1, 2, 3, 1, 2], [0, 0, 1, 1, 0]
@@ -129,7 +129,7 @@ def test_a_tokenizer_that_is_code_runs_only_for_a_model_that_is_trusted(
 ) -> None:
     trusted = []
     monkeypatch.setattr(
-        inspect_sample.rows,
+        inspect_sample,
         "load_tokenizer",
         lambda model, trust_remote_code: trusted.append(trust_remote_code) or PreTrainedTokenizerFast,
     )

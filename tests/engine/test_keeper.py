@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from capture.arena import Arena, ArenaShape
-from capture.copier import STRETCH_BYTES, Pair, stretches
-from capture.keeper import Keeper
-from capture.writer import Fail, Piece
+from capture.tap.arena import Arena, ArenaShape
+from capture.tap.copier import STRETCH_BYTES, Pair, stretches
+from capture.tap.keeper import Keeper
+from capture.tap.writer import Fail, Piece
 
 HIDDEN, STATES = 4, 2
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from tmpfs import small_tmpfs
 
-from capture.ledger import Change, Ledger, LedgerError, Sample, WrittenFile
-from capture.rows import BadRow, Row, Skipped
+from capture.dataset.ledger import Change, Ledger, LedgerError, Sample, WrittenFile
+from capture.rows.tokenise import BadRow, Row, Skipped
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = "rows.jsonl"
@@ -223,8 +223,8 @@ def test_states_may_change_while_samples_are_gone_through(ledger: Ledger) -> Non
 TOKENISING = """
 import sys
 from pathlib import Path
-from capture.ledger import Ledger
-from capture.rows import Row
+from capture.dataset.ledger import Ledger
+from capture.rows.tokenise import Row
 
 def rows():
     yield Row("rows.jsonl", 1, [5, 6, 7], [0, 1, 1], False)

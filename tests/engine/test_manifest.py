@@ -14,9 +14,9 @@ from tmpfs import fill, small_tmpfs
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from capture import manifest
+from capture.dataset import manifest
+from capture.dataset.manifest import Manifest, ManifestError, Settings
 from capture.layers import Layers, ServeIds
-from capture.manifest import Manifest, ManifestError, Settings
 
 LAYERS = Layers([3, 31, 59], [2, 30, 58], [3, 31, 59], [ServeIds([2, 30, 58], ">=0.5.9,<0.5.13")], "outputs 2, 30, 58")
 SETTINGS = Settings(

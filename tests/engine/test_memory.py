@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from capture import memory
-from capture.memory import Room, divide
+from capture.tap import memory
+from capture.tap.memory import Room, divide
 
 GB = 10**9
 

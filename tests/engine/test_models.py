@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from backends.embedded import models
-from capture.rows import Row, RowOptions, load_tokenizer, tokenise
+from capture.rows.tokenise import Row, RowOptions, load_tokenizer, tokenise
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["deepseek-v3", "kimi-k2_5", "llama"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from engines import Engine, Engines
 
-from capture import dump
-from capture.settings import Rid
+from capture.dumps import dump
+from capture.tap.settings import Rid
 
 # Boundaries, and the ids that say them to SGLang 0.5.23's setter for that model.
 SHAPES = {

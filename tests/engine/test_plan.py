@@ -11,10 +11,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from capture.alarms import Odd
-from capture.chat import InputError
-from capture.plan import Plan, Preview, make_plan
-from capture.rows import BadRow, Row, RowOptions, Skipped, tokenise
+from capture.rows.alarms import Odd
+from capture.rows.chat import InputError
+from capture.rows.plan import Plan, Preview, make_plan
+from capture.rows.tokenise import BadRow, Row, RowOptions, Skipped, tokenise
 
 FILE = "rows.jsonl"
 

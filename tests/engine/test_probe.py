@@ -10,8 +10,9 @@ import pytest
 import torch
 from engines import Engine, Engines, plugin
 
-from capture import driver, dump, job, probe
-from capture.chat import InputError
+from capture import driver, job, probe
+from capture.dumps import dump
+from capture.rows.chat import InputError
 
 TWO_RANKS = {"tp_size": 2, "ENV_SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 # What #28343 was in DeepSeek's model file: the state is taken before the ranks' parts of one layer are added up,

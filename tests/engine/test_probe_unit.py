@@ -125,8 +125,8 @@ def test_a_rank_that_left_nothing_is_named(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_setter_that_makes_other_boundaries_of_serve_ids(tmp_path: Path) -> None:
-    from capture.dump import write_json
-    from capture.rank_sums import RankSum
+    from capture.dumps.dump import write_json
+    from capture.tap.rank_sums import RankSum
 
     write_json(tmp_path / "rank_0.probe1.0.0.json", RankSum(0, 64, {}, [1, 3]))
     asking: Any = object.__new__(Probe)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import xxhash
 
-from capture import pt
+from capture.dumps import pt
 
 TENSORS = {
     "bf16": torch.randn(33, 48).to(torch.bfloat16),

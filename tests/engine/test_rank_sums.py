@@ -11,9 +11,9 @@ import pytest
 import torch
 import xxhash
 
-from capture import rank_sums
-from capture.rank_sums import RankSum, RankSums
-from capture.settings import Rid
+from capture.tap import rank_sums
+from capture.tap.rank_sums import RankSum, RankSums
+from capture.tap.settings import Rid
 
 STATES = [torch.arange(40, dtype=torch.float32).view(10, 4).to(torch.bfloat16) * (i + 1) for i in range(3)]
 

@@ -12,8 +12,9 @@ import torch
 from engines import Engine, Engines
 
 from backends.jobs import sources
-from capture import code_hash, dump, gate
+from capture import code_hash, gate
 from capture.draw import Drawer
+from capture.dumps import dump
 from capture.server import Server
 
 PROMPTS = [[5, 6, 7, 8], list(range(100, 180)), [9] * 40]

@@ -14,9 +14,9 @@ import pyarrow.parquet
 import pytest
 from test_rows import TOOL_CALLS, TWO_TURNS, chat, make, masked
 
-from capture import parallel, row_files, table_rows
-from capture.chat import InputError
-from capture.rows import BadRow, Row, RowOptions, tokenise
+from capture.rows import files, parallel, table_rows
+from capture.rows.chat import InputError
+from capture.rows.tokenise import BadRow, Row, RowOptions, tokenise
 
 CHATS = [chat(f"one {n}", "two", "three", f"The answer is {n}.") for n in range(700)]
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"city": "Paris"}'}}
@@ -63,7 +63,7 @@ def test_tables_are_read_as_they_go(tables, monkeypatch):
     decode = table_rows._decode
     monkeypatch.setattr(table_rows, "_decode", lambda row, kinds: seen.append(1) or decode(row, kinds))
     for name in ("rows.parquet", "saved"):
-        rows = row_files.read(tables / name)
+        rows = files.read(tables / name)
         for count in (1, 2, 3):
             next(rows)
             assert len(seen) == count
@@ -90,9 +90,9 @@ def test_objects_that_are_not_alike_have_what_they_were_given(tmp_path):
     for name in ("plain.parquet", "saved", "json.parquet"):
         found = outcomes(tmp_path / name, strict)
         assert [masked(row, make(strict)) for row in found] == [[text] for text in expected], name
-    kept = [row["tools"] for _, _, row in row_files.read(tmp_path / "json.parquet")]
+    kept = [row["tools"] for _, _, row in files.read(tmp_path / "json.parquet")]
     assert kept == [[{"name": "f", "default": None}]] * 3
-    assert "tool_calls" not in next(row for _, n, row in row_files.read(tmp_path / "plain.parquet") if n == 2)
+    assert "tool_calls" not in next(row for _, n, row in files.read(tmp_path / "plain.parquet") if n == 2)
 
 
 def test_tools_may_be_json_text(tmp_path):
@@ -157,15 +157,15 @@ def test_what_is_no_input_is_named(tmp_path, make_it, message):
 
 
 def test_the_hash_of_several_files_has_their_names_and_bytes(tables, tmp_path):
-    hashes = [row_files.read_hash(tables / name) for name in ("rows.parquet", "parts", "saved")]
+    hashes = [files.read_hash(tables / name) for name in ("rows.parquet", "parts", "saved")]
     assert len({*hashes}) == 3
     for name, data in (("a.jsonl", "{}\n"), ("b.jsonl", "[]\n")):
         (tmp_path / name).write_text(data)
-    seen = {row_files.read_hash(tmp_path)}
+    seen = {files.read_hash(tmp_path)}
     (tmp_path / "b.jsonl").rename(tmp_path / "c.jsonl")
-    seen.add(row_files.read_hash(tmp_path))
+    seen.add(files.read_hash(tmp_path))
     (tmp_path / "c.jsonl").write_text("{}\n")
-    seen.add(row_files.read_hash(tmp_path))
+    seen.add(files.read_hash(tmp_path))
     assert len(seen) == 3
 
 

@@ -14,9 +14,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from capture.chat import InputError, bracketed, mask_parts
-from capture.row_files import read_hash
-from capture.rows import BadRow, Row, RowOptions, Skipped, load_tokenizer, tokenise
+from capture.rows.chat import InputError, bracketed, mask_parts
+from capture.rows.files import read_hash
+from capture.rows.tokenise import BadRow, Row, RowOptions, Skipped, load_tokenizer, tokenise
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -753,6 +753,6 @@ def test_real_rows(name, count, columns, template, marked, end):
 
 def test_the_console_can_import_the_structs():
     """It has no transformers, and a start must not pay for it either."""
-    code = "import sys, capture.plan; print({'torch', 'transformers', 'numpy', 'jinja2'} & set(sys.modules))"
+    code = "import sys, capture.rows.plan; print({'torch', 'transformers', 'numpy', 'jinja2'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

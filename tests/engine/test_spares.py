@@ -11,8 +11,8 @@ import torch
 import xxhash
 from tmpfs import small_tmpfs
 
-from capture import pt
-from capture.spares import LEAST_BYTES, Spare, Spares
+from capture.dumps import pt
+from capture.dumps.spares import LEAST_BYTES, Spare, Spares
 
 MB = 1 << 20
 

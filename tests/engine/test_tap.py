@@ -16,8 +16,9 @@ import pytest
 import torch
 from engines import Engine, Engines
 
-from capture import code_hash, dump
-from capture.settings import Rid
+from capture import code_hash
+from capture.dumps import dump
+from capture.tap.settings import Rid
 
 IDS = [20, 30, 40, 50, 60, 70]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from capture.layers import FLAG, Layers, boundaries_of
-from capture.tap import Tap
+from capture.tap.forward import Tap
 
 STATES = [torch.full((3, 4), float(i)) for i in range(3)]
 

@@ -12,12 +12,13 @@ import torch
 import xxhash
 from test_manifest import MANIFEST, SETTINGS
 
-from capture import dump, formats, manifest
-from capture.ledger import Change, Ledger, LedgerError
-from capture.manifest import ManifestError
-from capture.rows import Row
-from capture.verify import Report, VerificationError, check_states, read_dump
-from capture.verify_dataset import verify_dataset
+from capture.dataset import formats, manifest
+from capture.dataset.ledger import Change, Ledger, LedgerError
+from capture.dataset.manifest import ManifestError
+from capture.dataset.verify import verify_dataset
+from capture.dumps import dump
+from capture.dumps.verify import Report, VerificationError, check_states, read_dump
+from capture.rows.tokenise import Row
 
 NAMES = ["aux_0", "aux_1", "aux_2", "final", "last"]
 TOKENS, HIDDEN = 6, 8

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from capture import dump
-from capture.verify_dumps import is_dumps, verify_dumps
+from capture.dumps import dump
+from capture.dumps.verify_folder import is_dumps, verify_dumps
 
 TOKENS, HIDDEN = 6, 32
 REQUESTS = 5

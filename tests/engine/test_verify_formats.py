@@ -13,13 +13,13 @@ import pytest
 import torch
 from dataset_helpers import LENGTHS, make_native, row_of, states_of
 
-from capture import formats
-from capture.export import ExportJob, export
-from capture.formats import FORMATS
+from capture.dataset import formats
+from capture.dataset.export import ExportJob, export
+from capture.dataset.formats import FORMATS
+from capture.dataset.ledger import Change, Ledger
+from capture.dataset.manifest import read_manifest, write_manifest
+from capture.dataset.verify import verify_dataset
 from capture.job import VerifyJob, run_verify
-from capture.ledger import Change, Ledger
-from capture.manifest import read_manifest, write_manifest
-from capture.verify_dataset import verify_dataset
 
 SAMPLES = len(LENGTHS)
 TRAINERS = [name for name in FORMATS if name != "native"]

@@ -12,12 +12,12 @@ import pytest
 import torch
 from dataset_helpers import make_native
 
-from capture.export import Exported, ExportJob, export
-from capture.formats import DraftVocabulary
-from capture.formats.vocabulary import maps
-from capture.ledger import Ledger, LedgerError, Tokens
-from capture.manifest import ManifestError, read_manifest, write_manifest
-from capture.verify_dataset import verify_dataset
+from capture.dataset.export import Exported, ExportJob, export
+from capture.dataset.formats import DraftVocabulary
+from capture.dataset.formats.vocabulary import maps
+from capture.dataset.ledger import Ledger, LedgerError, Tokens
+from capture.dataset.manifest import ManifestError, read_manifest, write_manifest
+from capture.dataset.verify import verify_dataset
 
 ROWS = [Tokens(0, [5, 5, 7, 9, 1], [1, 1, 1, 0, 1]), Tokens(1, [7, 2, 9], [1, 1, 0])]
 TARGET = 1024

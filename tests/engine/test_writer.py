@@ -19,10 +19,10 @@ import pytest
 import torch
 from tmpfs import fill, small_tmpfs
 
-from capture import dump
-from capture.arena import Arena, ArenaShape
-from capture.dump import Journal, Line
-from capture.writer import MESSAGE_BYTES, Ack, Fail, Forward, Piece, Writer, WriterSettings
+from capture.dumps import dump
+from capture.dumps.dump import Journal, Line
+from capture.tap.arena import Arena, ArenaShape
+from capture.tap.writer import MESSAGE_BYTES, Ack, Fail, Forward, Piece, Writer, WriterSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["aux_0", "aux_1", "aux_2", "final", "last"]
@@ -353,7 +353,7 @@ class Running:
         self.link.settimeout(60)
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-P", "-m", "capture.writer", str(theirs.fileno())),
+                *(sys.executable, "-P", "-m", "capture.tap.writer", str(theirs.fileno())),
                 msgspec.json.encode(tap.settings).decode(),
             ],
             pass_fds=[theirs.fileno()],

@@ -17,9 +17,10 @@ import pytest
 import torch
 from test_writer import NAMES, SHAPE, Prompt, Tap, until
 
-from capture import dump, writer_link, writers
-from capture.writer import Fail, Piece
-from capture.writers import Writers, default_count
+from capture.dumps import dump
+from capture.tap import writer_link, writers
+from capture.tap.writer import Fail, Piece
+from capture.tap.writers import Writers, default_count
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from engines import Engines
 from shapes import BOUNDARIES, make, start
 from transformers import DeepseekV3ForCausalLM, LlamaForCausalLM
 
-from capture import dump
+from capture.dumps import dump
 
 PROMPTS = [[(17 * i * i + n) % 1000 + 9 for i in range(n)] for n in (1, 3, 64, 1500, 2500)]
 # Routing may flip between two implementations in bf16, and changes a row where it does.

@@ -24,8 +24,9 @@ from backends.diagnose import Limits
 from backends.embedded import models
 from backends.gpus import Gpus
 from backends.watch import ServerWatch
-from capture import probe, rows
+from capture import probe
 from capture.layers import LayerChoice
+from capture.rows.tokenise import load_tokenizer
 
 ARGS = {
     "attention_backend": "triton", "sampling_backend": "pytorch", "mem_fraction_static": 0.3, "tp_size": 2,
@@ -60,7 +61,7 @@ def engine(engines: Engines, model: Path) -> Engine:
 
 
 def probed(engine: Engine) -> probe.Probed:
-    tokenizer = rows.load_tokenizer(str(engine.model), False)
+    tokenizer = load_tokenizer(str(engine.model), False)
     return probe.probe(engine.server, engine.tap, engine.server.info(), tokenizer, print, most=LENGTHS[-1])
 
 

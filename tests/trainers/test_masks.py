@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 from test_rows import CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, make, real
 
-from capture.rows import Row, RowOptions, tokenise
+from capture.rows.tokenise import Row, RowOptions, tokenise
 
 pytestmark = pytest.mark.slow
 PACKAGES = ("specforge==0.2.0", "speculators==0.9.0", "hs-connectors==0.9.0")

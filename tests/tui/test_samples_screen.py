@@ -17,7 +17,7 @@ from textual.widgets import DataTable
 
 from backends.agent import Agent
 from backends.errors import UsageError
-from capture.ledger import Change, Ledger
+from capture.dataset.ledger import Change, Ledger
 from console.tui.screens import samples as samples_screen
 from console.tui.screens.sample import SampleScreen
 from console.tui.screens.samples import SamplesScreen

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import xxhash
 
+from capture.dataset.ledger import Change, Ledger, WrittenFile
+from capture.dataset.manifest import Manifest, Settings, read_manifest, write_manifest
 from capture.layers import Layers
-from capture.ledger import Change, Ledger, WrittenFile
-from capture.manifest import Manifest, Settings, read_manifest, write_manifest
-from capture.rows import Row
+from capture.rows.tokenise import Row
 
 SETTINGS = Settings(
     model="/models/tiny",

@@ -13,7 +13,7 @@ from backends import datasets
 from backends.agent import Agent
 from backends.errors import UsageError
 from backends.runs import Run
-from capture.ledger import Change, Ledger
+from capture.dataset.ledger import Change, Ledger
 
 
 @pytest.fixture

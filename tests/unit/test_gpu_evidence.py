@@ -12,7 +12,7 @@ from backends.diagnose import Limits, Verdict, diagnose
 from backends.gpus import Gpu, Xid
 from backends.observation import Follower, HealthAnswer, Observation
 from backends.processes import ProcessSample
-from capture.dump import TapState
+from capture.dumps.dump import TapState
 
 BEGUN = 1_790_000_000.0
 LIMIT = 600.0  # watts; an RTX PRO 6000

@@ -60,13 +60,13 @@ def test_what_sglang_finds_in_the_payload(payload_folder: Path) -> None:
         found = importlib.metadata.distributions(path=[str(payload_folder / part)])
         return {(entry.group, entry.name, entry.value) for one in found for entry in one.entry_points}
 
-    assert entry_points("engine") == {("sglang.srt.plugins", "layertap", "capture.plugin:register")}
+    assert entry_points("engine") == {("sglang.srt.plugins", "layertap", "capture.tap.plugin:register")}
     assert entry_points("embedded") == {
         ("sglang.srt.platforms", "layertap_cpu", "layertap_cpu:activate"),
         ("sglang.srt.plugins", "layertap_cpu", "layertap_cpu:register"),
     }
     assert (payload_folder / "host/backends/agent.py").exists()
-    assert (payload_folder / "engine/capture/tap.py").exists()
+    assert (payload_folder / "engine/capture/tap/forward.py").exists()
     assert not list(payload_folder.rglob("*.pyc"))
 
 

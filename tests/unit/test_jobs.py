@@ -17,7 +17,7 @@ from backends.errors import Interrupted, Locked, NotVerified, OurBug, RunDied, U
 from backends.host import LocalHost
 from backends.jobs import describe, draw_lock, draws_from, start_job
 from backends.runs import Run, Runs, machine_id
-from capture.dump import TapState, write_json
+from capture.dumps.dump import TapState, write_json
 from console import headless
 from console.session import Session
 

@@ -19,7 +19,7 @@ from backends import runs
 from backends.errors import Locked, NotReady, UsageError
 from backends.launch import Launching, launch
 from backends.runs import Run, Runs, stop
-from capture.settings import TapSettings
+from capture.tap.settings import TapSettings
 
 Launch = Callable[..., Launching]
 Server = Callable[..., Run]

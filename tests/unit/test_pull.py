@@ -24,8 +24,8 @@ from xxhash import xxh3_64_hexdigest
 import backends.datasets
 from backends.errors import ConnectionFailed, Locked, UsageError
 from backends.host import Host, LocalHost
-from capture.ledger import Ledger, WrittenFile
-from capture.manifest import Finished, read_manifest, write_manifest
+from capture.dataset.ledger import Ledger, WrittenFile
+from capture.dataset.manifest import Finished, read_manifest, write_manifest
 from console import cli, words
 from console.pull import Failure, Outcome, Progress, files, parse_samples, pull, tokens
 from console.pull import source as pull_source

@@ -25,7 +25,7 @@ from backends.logs import LogCursor
 from backends.processes import Rate, RunProcesses, read_stat
 from backends.runs import Run, Runs, stop
 from backends.sample import Aside, Disk, DumpWatch, HostWatch, LiveRuns, Pace, RunState, Sampler, read_disk
-from capture import dump
+from capture.dumps import dump
 
 Start = Callable[..., Run]
 

@@ -26,7 +26,7 @@ from backends.health import Health
 from backends.observation import Standing
 from backends.runs import Run, stop
 from backends.watch import ServerWatch
-from capture import dump
+from capture.dumps import dump
 
 Server = Callable[..., Run]
 

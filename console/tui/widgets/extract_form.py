@@ -11,7 +11,7 @@ from textual.events import Key
 from textual.widgets import Button, Input, Label, Static
 
 from backends.errors import UsageError
-from capture.formats import FORMATS
+from capture.dataset.formats import FORMATS
 from console.config import ExtractConfig
 from console.extraction import job
 from console.session import going_on

@@ -19,7 +19,8 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from capture import code_hash, dump
+from capture import code_hash
+from capture.dumps import dump
 from capture.layers import Layers
 
 WORDS = os.environ.get("FAKE", "").split()

@@ -1,0 +1,108 @@
+"""Rows of tables: Parquet files, and folders that Hugging Face `datasets` saved (`save_to_disk`).
+
+Both are Arrow record batches, and are read a batch at a time. A row is named by its index from 0, as in `dataset[i]`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from capture.rows.chat import InputError, first_line
+
+BATCH = 256
+STATE = "state.json"
+SPLITS = "dataset_dict.json"
+MEDIA = ("Image", "Audio", "Video", "Pdf")  # features that are kept as they are stored, never opened
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a file says of itself that it is Parquet."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"PAR1"
+    except OSError:
+        return False
+
+
+def read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a Parquet file with their indices. Raises `InputError` for a file that is none, or is damaged."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield from _rows(file.schema_arrow, file.iter_batches(batch_size=BATCH))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"{path} cannot be read as Parquet: {first_line(error)}; copy it again") from error
+
+
+def saved_files(folder: Path) -> list[Path]:
+    """The files of a folder that `save_to_disk` made, in their order. Raises `InputError` where it is damaged."""
+    try:
+        return [folder / file["filename"] for file in json.loads((folder / STATE).read_bytes())["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{folder / STATE} cannot be read: {first_line(error)}; save the dataset again") from error
+
+
+def read_saved(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a saved dataset with their indices over all of its files. Raises `InputError`."""
+    import pyarrow
+
+    index = 0
+    for path in saved_files(folder):
+        try:
+            with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as batches:
+                for _, row in _rows(batches.schema, batches):
+                    yield index, row
+                    index += 1
+        except (pyarrow.ArrowException, OSError) as error:
+            raise InputError(f"{path} cannot be read as Arrow: {first_line(error)}; save the dataset again") from error
+
+
+def _rows(schema: Any, batches: Iterable[Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    features, index = _features(schema), 0
+    for batch in batches:
+        for start in range(0, batch.num_rows, BATCH):
+            for row in batch.slice(start, BATCH).to_pylist():
+                yield index, _decode(_without_nulls(row), features)
+                index += 1
+
+
+def _features(schema: Any) -> Any:
+    """What `datasets` wrote of the columns, but for media; None where it wrote nothing, or nothing to be decoded."""
+    if b"huggingface" not in (schema.metadata or {}) or b'"Json"' not in schema.metadata[b"huggingface"]:
+        return None
+    import datasets
+
+    try:
+        found = datasets.Features.from_arrow_schema(schema)
+    except Exception as error:  # a feature that this version of datasets does not know
+        raise InputError(
+            f"a column is of a kind that datasets {datasets.__version__} here does not know ({first_line(error)}); "
+            "save the rows as JSON lines"
+        ) from error
+    return datasets.Features({name: kind for name, kind in found.items() if type(kind).__name__ not in MEDIA})
+
+
+def _decode(row: dict[str, Any], features: Any) -> dict[str, Any]:
+    """JSON that is kept as text, which is how `datasets` stores messages that are not all alike, as what it says."""
+    if features is None:
+        return row
+    known = {name: value for name, value in row.items() if name in features}
+    kinds = type(features)({name: features[name] for name in known})
+    return {**row, **kinds.decode_example(known)}
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without the keys that Arrow gives every object of a column because one of them has them.
+
+    A message's content stays, since null is something that is said there, beside tool calls.
+    """
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None or key == "content"}
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value

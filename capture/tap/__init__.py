@@ -1,0 +1,1 @@
+"""Drawing states inside SGLang: the plugin, the tap in the forward, and the writers beside it."""
