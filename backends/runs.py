@@ -38,6 +38,7 @@ import msgspec
 import psutil
 
 import capture
+from backends import shared_memory
 from backends.errors import Locked, RunDied, UsageError
 from capture import events
 from capture.dumps.dump import DumpError
@@ -402,7 +403,7 @@ def stop(
     dead: bool = False,
     patience: float = ASK_SECONDS,
 ) -> Stopped:
-    """Ask the run to end, then end it, then look whether anything is left; its dump folder is removed.
+    """Ask the run to end, then end it, then look whether anything is left; its dumps and shared memory are removed.
 
     Asks the main process with `first`, and ends every process that is left after `patience` seconds. Of a run that is
     `dead`, as a server without its scheduler, only the remains are ended: it died, and nobody stopped it. Raises
@@ -417,6 +418,7 @@ def stop(
         events.append(run.folder, "stop_asked", why=why)
     how = NOT_RUNNING
     known = {process.pid for process in run.processes()}
+    shared = shared_memory.mapped(known)
     running = run.running
     supervisor = running.supervisor.pid if running else None
     if running is not None and running.boot == boot_id() and state == "running":
@@ -436,6 +438,9 @@ def stop(
     left = [f"process {process.pid} ({_title(process)})" for process in run.processes()]
     _until(lambda: bool(left) or not _gpu_pids() & known, GPU_SECONDS)
     left += [f"GPU memory that NVML says process {pid} holds" for pid in sorted(_gpu_pids() & known)]
+    if not left:
+        for path in shared:  # SGLang removes what it shares only where it ends by itself
+            path.unlink(missing_ok=True)
     spec = run.spec
     if spec.dump_dir:
         if not left:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import psutil
@@ -12,10 +11,10 @@ from backends import payloads
 from backends.doctor.report import Asked, Check, Place, Question, amount, judge
 from backends.processes import title
 from backends.runs import RUN_VARIABLE
+from backends.shared_memory import FOLDER, SGLANG
 from capture.dumps.dump import DumpError, read_tap
 
 NEVER = float("inf")
-SHARED = re.compile(r"sglang_loads_.*\.shm|sgl_shm_.*_(?P<pid>\d+)_\w+")  # SGLang's own, left by one that was killed
 
 
 def servers(place: Place, asked: Asked) -> Check:
@@ -81,9 +80,9 @@ def _written(folder: Path) -> bool:
 
 def shared_memory(place: Place, asked: Asked) -> Check:
     """Segments that a killed SGLang could not remove. One that a live SGLang may use is none."""
-    folder = place.path("/dev/shm")
+    folder = place.path(str(FOLDER))
     started = min((process.create_time() for process in sglang_processes()), default=NEVER)
-    stray = [path for path in _entries(folder) if SHARED.fullmatch(path.name) and _dead(path, started)]
+    stray = [path for path in _entries(folder) if SGLANG.fullmatch(path.name) and _dead(path, started)]
     size = sum(path.stat().st_size for path in stray)
     remedy = f"rm {' '.join(sorted({_pattern(folder, path.name) for path in stray}))}"
     return judge(
@@ -100,7 +99,7 @@ def shared_memory(place: Place, asked: Asked) -> Check:
 
 def _dead(path: Path, started: float) -> bool:
     """Whether its maker is gone: by the number in its name, else by being older than every SGLang that lives."""
-    found = SHARED.fullmatch(path.name)
+    found = SGLANG.fullmatch(path.name)
     assert found is not None
     if found["pid"]:
         return not psutil.pid_exists(int(found["pid"]))

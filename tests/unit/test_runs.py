@@ -316,6 +316,29 @@ def test_a_stop_waits_until_the_driver_has_its_memory_back(start: Start, monkeyp
     assert sum(held) >= 4
 
 
+def test_shared_memory_of_a_killed_server_goes_with_it(start: Start) -> None:
+    """What its processes have mapped, by the names that SGLang gives; nobody else's."""
+    names = [f"{kind}_{os.getpid()}_{tag}" for tag in ("mine", "theirs") for kind in ("sgl_shm_mq", "another")]
+    paths = [Path("/dev/shm", name) for name in names]
+    for path in paths:
+        path.write_bytes(bytes(4096))
+    code = """
+import mmap, sys, time
+files = [open(path, "r+b") for path in sys.argv[1:]]
+held = [mmap.mmap(file.fileno(), 0) for file in files]
+print("mapped", flush=True)
+time.sleep(600)
+"""
+    run = start("server", python(code, *map(str, paths[:2])))
+    try:
+        until(lambda: "mapped" in run.log.read_text())
+        assert stop(run, "", first=signal.SIGKILL).left == []
+        assert [path.exists() for path in paths] == [False, True, True, True]
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
 def test_gpu_memory_that_stays_is_named(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     pid = run.running.child.pid
