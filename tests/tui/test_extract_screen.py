@@ -243,6 +243,7 @@ async def test_a_plan_shows_mask_sizes_and_bad_rows_and_then_it_starts(monkeypat
             "max_length": 4096,
             "overlong": "truncate",
             "last_turn_only": False,
+            "allow_ignored_roles": False,
         }
         asked = {"rows": ROWS, "output": OUTPUT, "formats": ["native"], "options": options}
         assert jobs.started == [
@@ -259,6 +260,30 @@ async def test_a_plan_shows_mask_sizes_and_bad_rows_and_then_it_starts(monkeypat
                 30000,
             )
         ]
+
+
+async def test_further_servers_and_a_base_models_template_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_extraction(monkeypatch, None)
+    jobs = MadeJobs(plan=PLAN)
+    app = made_console(jobs)
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        await open_form(app, pilot)
+        app.screen.query_one("#output", Input).value = OUTPUT
+        app.screen.query_one("#allow-ignored-roles", Checkbox).value = True
+        ports = app.screen.query_one("#beside-ports", Input)
+        ports.value = "30001 gpu2"
+        ports.focus()
+        await pilot.press("enter")
+        await until_shown(pilot, "! ports are numbers, such as 30001 30002, and not 'gpu2'")
+        assert jobs.started == []
+        ports.value = "30001, 30002"
+        await pilot.press("enter")
+        await until(pilot, lambda: start_enabled(app))
+        await pilot.press("enter")
+        await until_shown(pilot, "started extract-1")
+        kind, asked, port = jobs.started[-1]
+        assert (kind, asked["beside_ports"], port) == ("extract", [30001, 30002], 30000)
+        assert asked["options"]["allow_ignored_roles"] is True
 
 
 async def test_a_plan_is_for_what_was_asked_then(monkeypatch: pytest.MonkeyPatch) -> None:

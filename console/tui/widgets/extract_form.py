@@ -46,9 +46,9 @@ class ExtractForm(Grid):
     def compose(self) -> ComposeResult:
         """The fields."""
         self.border_title = "New extraction"
-        yield Label("rows file")
+        yield Label("rows")
         with Horizontal():
-            yield Input(placeholder="JSONL or JSON on the host", id="rows", compact=True)
+            yield Input(placeholder="JSONL, JSON, Parquet or a folder of them, on the host", id="rows", compact=True)
             browse = Button("Browse", id="browse", compact=True)
             browse.can_focus = False  # ctrl+o does it too, and tab leads to the next field
             yield browse
@@ -66,7 +66,9 @@ class ExtractForm(Grid):
             yield Label("tokens")
             yield Check("longer rows are cut, not skipped", id="truncate")
         yield Label("loss")
-        yield Check("only the last assistant turn", id="last-turn-only")
+        with Horizontal():
+            yield Check("only the last assistant turn", id="last-turn-only")
+            yield Check("roles may be ignored", id="allow-ignored-roles")
         yield Label("columns")
         with Horizontal():
             yield Label("prompt", classes="first")
@@ -80,6 +82,10 @@ class ExtractForm(Grid):
             yield Label("launch it again", classes="first")
             yield Input(placeholder="0", id="restart-server", type="integer", compact=True, classes="short")
             yield Label("times")
+        yield Label("also from")
+        with Horizontal():
+            yield Label("ports", classes="first")
+            yield Input(placeholder="of further servers of this model and layers", id="beside-ports", compact=True)
         yield Label("")
         with Horizontal(id="buttons"):
             yield Button("Plan", id="plan-it", variant="primary", compact=True)
@@ -108,8 +114,10 @@ class ExtractForm(Grid):
             self._check(f"format-{name}", name in details.get("formats", given.format))
         self._check("truncate", options.get("overlong") == "truncate")
         self._check("last-turn-only", bool(options.get("last_turn_only")))
+        self._check("allow-ignored-roles", bool(options.get("allow_ignored_roles")))
         self._check("allow-volatile", bool(details.get("allow_volatile")))
         self._set("restart-server", details.get("restart_server") or None)
+        self._set("beside-ports", " ".join(map(str, details.get("beside_ports") or [])) or None)
 
     def show(self, now: dict[str, Any]) -> None:
         """Which tensors this snapshot's server gives."""
@@ -136,6 +144,7 @@ class ExtractForm(Grid):
             "max_length": int(longest) if longest else None,
             "overlong": "truncate" if self._checked("truncate") else "skip",
             "last_turn_only": self._checked("last-turn-only"),
+            "allow_ignored_roles": self._checked("allow-ignored-roles"),
         }
         return job(
             rows,
@@ -144,6 +153,7 @@ class ExtractForm(Grid):
             options,
             allow_volatile=self._checked("allow-volatile"),
             restart_server=int(self._text("restart-server") or 0),
+            beside_ports=self._ports(),
         )
 
     def is_same(self, asked: dict[str, Any], now: dict[str, Any]) -> bool:
@@ -152,6 +162,12 @@ class ExtractForm(Grid):
             return self.asked(now) == asked
         except UsageError:
             return False
+
+    def _ports(self) -> list[int]:
+        words = self._text("beside-ports").replace(",", " ").split()
+        if wrong := [word for word in words if not word.isdecimal()]:
+            raise UsageError(f"ports are numbers, such as 30001 30002, and not {wrong[0]!r}")
+        return [int(word) for word in words]
 
     def _text(self, name: str) -> str:
         return self.query_one(f"#{name}", Input).value.strip()
