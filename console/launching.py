@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 TAP_DEFAULTS = {
     "memory": "a quarter of what is available, for states that were not fetched yet [default]",
-    "writers": "half of the cores that the ranks leave [default]",
+    "writers": "three quarters of the cores that the ranks leave [default]",
 }
 
 

@@ -628,15 +628,20 @@ def norm(value: float | None) -> str:
 def launch(merged: dict[str, Any]) -> Iterator[str]:
     """A merged profile, a line a setting with its reason."""
     yield f"# profile {merged['profile']} for SGLang {merged['sglang']}; layers: {merged['layers']}"
-    yield from (f"! {one}" for one in merged["differs"] or [])
-    if merged["differs"] == []:
-        yield "# host and model are what the profile is for"
+    yield from suits(merged["differs"])
     lines = [(f"tap {name} {'auto' if value is None else value}", why) for name, value, why in merged["tap"]]
     lines += [(f"{name}={value}", why) for name, value, why in merged["env"]]
     lines += [(f"--{name}" if value is True else f"--{name} {value}", why) for name, value, why in merged["args"]]
     width = min(60, max(len(text) for text, _ in lines))
     for text, why in lines:
         yield f"{text:<{width}}  # {why}"
+
+
+def suits(differs: list[str] | None) -> Iterator[str]:
+    """Whether host and model are what a profile is for; nothing where nobody looked, or where it is for any."""
+    yield from (f"! {one}" for one in differs or [])
+    if differs == []:
+        yield "# host and model are what the profile is for"
 
 
 def candidates(found: dict[str, Any]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from backends import sglang
+from backends.situation import Situation
 from console.feed import LOGS, Point
 from console.log_buffer import LogBuffer
 from console.session import NO_DEFAULTS, Session, empty_snapshot
@@ -368,13 +369,16 @@ NO_SAMPLES = {
 }
 
 
+H200S = Situation(gpus=8, cc="9.0", vram_gib=140.4, nvlink=True)
+
+
 class MadeFeed:
     """Shows one scene; what is asked of the host is answered by `answers`, by the request's name."""
 
     def __init__(self, scene: dict[str, Any], name: str = "gpu-host-1", answers: dict[str, Any] | None = None) -> None:
         self.name = name
         self.scene = copy.deepcopy(scene)
-        self.answers = {"samples": NO_SAMPLES} | (answers or {})
+        self.answers = {"samples": NO_SAMPLES, "situation": H200S} | (answers or {})
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.given: list[str | None] = []
         self.closed = False
@@ -443,6 +447,9 @@ class MadeSession:
         if isinstance(answer, BaseException):
             raise answer
         return answer(**parameters) if callable(answer) else answer
+
+    def situation(self, model: str | None) -> Any:
+        return self.request("situation", model=model)
 
     def stop(self, run_id: str, why: str) -> Any:
         return self.request("stop", run_id=run_id, why=why)

@@ -10,6 +10,7 @@ from scenes import SCENES, server
 from textual.widgets import Input, Select
 
 from backends.errors import Locked
+from backends.situation import Situation
 
 SIZE = (140, 60)
 SAFE: dict[str, Any] = {"findings": [], "effective": {}, "probe": None}
@@ -97,6 +98,24 @@ async def test_what_the_gate_objects_to() -> None:
         await opened(pilot)
         for text in ("! the prefix cache is on", "-> start with --disable-radix-cache", "? the KV cache is fp8"):
             await until_shown(pilot, text)
+
+
+async def test_whether_host_and_model_are_what_a_profile_is_for() -> None:
+    app = made()
+    async with app.run_test(size=SIZE) as pilot:
+        await opened(pilot)  # the embedded engine's profile is for any host
+        app.screen.query_one("#model", Input).value = "/models/another"
+        app.screen.query_one("#profile", Select).value = "kimi-k2_5-int4-8x-rtxpro6000"
+        await until_shown(pilot, "! it is for compute capability 12.0, and here is 9.0")
+        assert asked(app, "situation")[-1] == {"model": "/models/another"}
+        await until_shown(pilot, "! it is for GPUs without NVLink, and these are not")
+        suited = Situation(
+            gpus=8, cc="12.0", vram_gib=95.6, nvlink=False, architecture="KimiK25ForConditionalGeneration"
+        )
+        app.feed.answers["situation"] = suited
+        app.screen.query_one("#model", Input).value = "/models/kimi"
+        await until_shown(pilot, "# host and model are what the profile is for")
+        assert "! it is for" not in shown(app)
 
 
 async def test_what_a_probe_showed() -> None:

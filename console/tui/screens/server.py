@@ -17,6 +17,7 @@ from textual.widgets import Button, Input, Label, Select, Static
 
 from backends.errors import LayertapError, UsageError
 from backends.sglang import Launch, Overrides, mask_argv
+from backends.situation import Situation
 from capture.layers import LayerChoice
 from console import DEFAULT_PORT, words
 from console.feed import Feed
@@ -133,6 +134,8 @@ class ServerScreen(HostScreen):
         self._filled = False
         self._asked_gate = False
         self._merged: tuple[Launch, LayerChoice] | None = None
+        self._situation: Situation | None = None  # of the host, and of the model `_looked_at`
+        self._looked_at: str | None = None
 
     def compose_body(self) -> ComposeResult:
         """See `HostScreen`."""
@@ -232,7 +235,23 @@ class ServerScreen(HostScreen):
             shown_at.update(line((f"! {error}", "$text-error")))
             return
         self._merged = merged, layers
-        shown_at.update(Group(*self._changes(merged), settings_table(shown(merged, layers.words()))))
+        table = settings_table(shown(merged, layers.words()))
+        shown_at.update(Group(*self._suits(merged), *self._changes(merged), table))
+
+    def _suits(self, merged: Launch) -> list[str]:
+        """Whether host and model are what the profile is for, as soon as that is known."""
+        if merged.model != self._looked_at:
+            self._looked_at, self._situation = merged.model, None
+            self.run_worker(self._look_at(merged.model), exclusive=True, group="situation")
+        if self._situation is None or merged.match is None:
+            return []
+        return [*words.suits(merged.match.differs(self._situation)), ""]
+
+    async def _look_at(self, model: str) -> None:
+        found = await self.ask_host(lambda session: session.situation(model))
+        if found is not None and self._looked_at == model:
+            self._situation = found
+            self.preview()
 
     def _changes(self, merged: Launch) -> list[str]:
         """What differs from the server's launch before."""
