@@ -43,6 +43,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def suspend(pid: int) -> None:
+    """Stop a process by SIGSTOP; it is stopped when this returns."""
+    psutil.Process(pid).suspend()
+    until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+
+
 def gone(pid: int) -> bool:
     """Whether there is no such process, or only its zombie."""
     try:

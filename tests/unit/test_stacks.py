@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-from helpers import ROOT, SLEEP, free_port, until
+from helpers import ROOT, SLEEP, free_port, suspend, until
 
 from backends import stacks
 from backends.agent import Agent
@@ -137,7 +136,7 @@ def test_real_ranks(py_spy: None, tree: Tree) -> None:
             "detokenizer": "recv_requests",
         }
     )
-    os.kill(titled(run)["scheduler_TP1"].pid, signal.SIGSTOP)
+    suspend(titled(run)["scheduler_TP1"].pid)
     report = make_report(run)
     assert report.summary[0].startswith("scheduler_TP0, scheduler_TP1, detokenizer stand in recv_requests (<string>)")
     assert "scheduler_TP2 differs from the other 2 ranks: look at it first" in report.summary
@@ -159,7 +158,7 @@ def test_a_suspected_hang_is_reported_once_a_phase_by_itself(
     run = tree({"scheduler": "recv_requests"})
     agent = Agent(payload_folder)
     assert agent.status(run.id)["stacks"] is None
-    os.kill(titled(run)["scheduler"].pid, signal.SIGSTOP)
+    suspend(titled(run)["scheduler"].pid)
     now = until(lambda: (now := agent.status(run.id))["stacks"] and now)
     assert now["verdict"]["findings"][0] == "rank-stopped"
     assert "scheduler is stopped by a signal (state T)" in Path(now["stacks"]).read_text()

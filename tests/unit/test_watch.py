@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from helpers import free_port, until
+from helpers import free_port, suspend, until
 
 from backends import health, processes, runs, watch
 from backends.diagnose import SILENCE, Limits
@@ -258,7 +258,7 @@ def test_a_start_that_was_stopped(server: Server) -> None:
     run = loading(server("silent"))
     seen = ServerWatch(run, limits=msgspec.structs.replace(LIMITS, silence=dict.fromkeys(SILENCE, 600.0)))
     assert seen.look()["verdict"]["verdict"] == "starting"
-    os.kill(run.running.child.pid, signal.SIGSTOP)
+    suspend(run.running.child.pid)
     now = suspected(seen, 0.5)
     assert now["verdict"]["findings"][0] == "rank-stopped"
     assert now["verdict"]["evidence"][-1].endswith("stopped")
@@ -270,7 +270,7 @@ def test_a_server_that_was_stopped_while_it_is_idle(server: Server) -> None:
     run = server()
     seen = ServerWatch(run, limits=LIMITS)
     look_until(seen, "healthy")
-    os.kill(run.running.child.pid, signal.SIGSTOP)
+    suspend(run.running.child.pid)
     now = until(lambda: (now := seen.look())["verdict"]["verdict"] == "hang_suspected" and now)
     assert now["verdict"]["findings"][0] == "rank-stopped"
     os.kill(run.running.child.pid, signal.SIGCONT)
