@@ -18,15 +18,12 @@ CAPTURED, COPIED, IN_THE_FORWARD = "captured", "copied", "in the forward"
 
 def environment(folder: Path) -> dict[str, str]:
     """What a server's environment needs for the plugin to be in; makes its entry point and the way's file there."""
-    info = folder / "layertap_ways-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: layertap_ways\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nlayertap_ways = ways:register\n")
+    from engines import entry_point
+
     (folder / "way").write_text("")
-    paths = [str(folder), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     return {
         "SGLANG_PLUGINS": "layertap,layertap_ways",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), entry_point(folder, "layertap_ways", "ways")]),
         VARIABLE: str(folder / "way"),
     }
 

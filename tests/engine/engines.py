@@ -195,8 +195,13 @@ def free_port() -> int:
 def plugin(folder: Path, name: str, code: str) -> str:
     """An SGLang plugin of a test's own in `folder`; returns a PYTHONPATH with `folder` in front of what is there."""
     (folder / f"{name}.py").write_text(code)
+    return entry_point(folder, name, name)
+
+
+def entry_point(folder: Path, name: str, module: str) -> str:
+    """What makes `register` of `module` an SGLang plugin, in `folder`; returns a PYTHONPATH that begins with it."""
     info = folder / f"{name}-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:register\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {module}:register\n")
     return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
