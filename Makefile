@@ -27,12 +27,12 @@ check: console
 	.venv/bin/lint-imports
 
 test: console engine
-	$(CONSOLE) -m pytest -m "not slow" -n 3 --dist loadfile tests/unit tests/tui tests/sshd
+	$(CONSOLE) -m pytest -m "not slow" -n 4 --dist loadfile tests/unit tests/tui tests/sshd
 	$(CONSOLE) -m pytest -m "not slow" -n 2 --dist loadfile tests/end_to_end
 	PYTHONPATH=. $(ENGINE) -m pytest -m "not slow" -n 2 --dist loadfile tests/engine tests/gpu
 
 test-all: console engine
-	$(CONSOLE) -m pytest -n 3 --dist loadfile tests/unit tests/tui tests/sshd
+	$(CONSOLE) -m pytest -n 4 --dist loadfile tests/unit tests/tui tests/sshd
 	$(CONSOLE) -m pytest tests/end_to_end
 	PYTHONPATH=. $(ENGINE) -m pytest tests/engine tests/gpu tests/trainers
 
