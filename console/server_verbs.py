@@ -153,7 +153,7 @@ def tune(
             if going_on(session.host.request("run", run_id=found["id"])):  # it came before the run was followed
                 session.stop(found["id"], "Ctrl+C")
             ended, code = session.host.request("run", run_id=found["id"]), ExitCode.INTERRUPTED
-            if not ended["result"]:
+            if "trials" not in (ended["result"] or {}):  # it had not begun to try
                 raise
         made = tuned.shown(ended["result"], name)
         if write and made["profile_toml"]:

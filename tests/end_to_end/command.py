@@ -68,12 +68,16 @@ class Layertap:
 
     def progress(self, output: Path) -> dict[str, Any] | None:
         """progress.json of the newest extraction into `output`."""
-        for run in self.runs():
-            if run["kind"] == "extract":
-                path = Path(run["folder"]) / "progress.json"
-                if path.exists() and json.loads(path.read_text())["output"] == str(output):
-                    return dict(json.loads(path.read_text()))
+        for path in sorted((self.folder / "state").glob("layertap/runs/extract-*/progress.json"), reverse=True):
+            progress: dict[str, Any] = json.loads(path.read_text())
+            if progress["output"] == str(output):
+                return progress
         return None
+
+    def until_under_way(self, output: Path) -> None:
+        """Wait until the first samples of an extraction into `output` are written; it must not be over by then."""
+        now = until(lambda: (now := self.progress(output)) and now["written"] > 0 and now, 300)
+        assert now["phase"] == "extracting", now
 
     def run_of(self, kind: str) -> dict[str, Any]:
         """The newest run of a kind, with its run.json."""

@@ -143,6 +143,7 @@ def test_a_full_dump_folder_slows_or_fails_requests_and_never_the_server(layerta
         dumps = Path(run["dump_dir"])
         filler = dumps / "filler"
         try:
+            layertap("probe", "--port", port)  # the extraction need not, and so comes to its own samples
             free = shutil.disk_usage(dumps).free
             with filler.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, free - (16 << 20) - 100_000)

@@ -17,7 +17,7 @@ def test_the_driver_is_killed_and_the_same_command_finishes(
 ) -> None:
     rows, output = write_rows(work / "rows.jsonl", 250), work / "out"
     console = layertap.start("extract", rows, "--output", output)
-    until(lambda: (now := layertap.progress(output)) and 0 < now["written"] < 200)
+    layertap.until_under_way(output)
     os.kill(layertap.run_of("extract")["running"]["child"]["pid"], signal.SIGKILL)
     assert console.wait(60) == 9
     assert [event["event"] for event in history(layertap)] == ["started", "probed", "prepared", "ended"]
@@ -36,7 +36,7 @@ def test_the_driver_is_killed_and_the_same_command_finishes(
 def test_the_writer_is_killed_and_the_run_goes_on(layertap: Layertap, server: dict[str, Any], work: Path) -> None:
     rows, output = write_rows(work / "rows.jsonl", 250), work / "out"
     console = layertap.start("extract", rows, "--output", output)
-    until(lambda: (now := layertap.progress(output)) and 0 < now["written"] < 200)
+    layertap.until_under_way(output)
     before = layertap.json("status")["dumps"]
     os.kill(before["writer_pids"][0], signal.SIGKILL)
     assert console.wait(200) == 0
@@ -88,7 +88,7 @@ def test_the_server_is_killed_launched_again_and_the_run_goes_on(
 ) -> None:
     rows, output = write_rows(work / "rows.jsonl", 250), work / "out"
     console = layertap.start("extract", rows, "--output", output)
-    until(lambda: (now := layertap.progress(output)) and 0 < now["written"] < 200)
+    layertap.until_under_way(output)
     tap = json.loads((Path(server["dump_dir"]) / "tap.json").read_text())
     os.kill(tap["pid"], signal.SIGKILL)
     _, narration = console.communicate(timeout=200)

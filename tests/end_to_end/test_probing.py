@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from command import Layertap, until, write_rows
+from command import Layertap, write_rows
 
 
 def test_a_probe_in_words_and_what_the_manifest_keeps_of_it(
@@ -28,7 +28,7 @@ def test_a_probe_in_words_and_what_the_manifest_keeps_of_it(
 def test_a_probe_during_an_extraction_is_refused(layertap: Layertap, server: dict[str, Any], work: Path) -> None:
     rows, output = write_rows(work / "rows.jsonl", 250), work / "out"
     console = layertap.start("extract", rows, "--output", output)
-    until(lambda: (now := layertap.progress(output)) and 0 < now["written"] < 200)
+    layertap.until_under_way(output)
     layertap("probe", code=7)
     assert f"another job draws from the server {server['id']}" in layertap.narration
     assert console.wait(200) == 0

@@ -30,7 +30,7 @@ def own_server(layertap: Layertap, server: dict[str, Any], work: Path) -> Iterat
 
 
 def kill_scheduler(layertap: Layertap, server: dict[str, Any], output: Path) -> None:
-    until(lambda: (now := layertap.progress(output)) and 0 < now["written"] < 200)
+    layertap.until_under_way(output)
     os.kill(json.loads((Path(server["dump_dir"]) / "tap.json").read_text())["pid"], signal.SIGKILL)
 
 

@@ -54,7 +54,8 @@ def test_two_servers_draw_one_dataset_and_one_of_them_is_killed(
     events = history(layertap)
     (lost,) = [event for event in events if event["event"] == "server_lost"]
     assert (lost["server"], lost["left"]) == (second["id"], 1)
-    assert "retry" not in {event["event"] for event in events}
+    # one event for all of them; on a busy host a sample may be drawn again for other reasons
+    assert [event for event in events if event["event"] == "retry" and second["id"] in event["reason"]] == []
     log = (Path(layertap.run_of("extract")["folder"]) / "extract.log").read_text()
     again = log.count(f"is drawn again: the server {second['id']} is dead")
     assert 0 < again <= lost["samples"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from typing import Any
 
 import pytest
 from command import Layertap, until
@@ -11,8 +10,10 @@ from command import Layertap, until
 TUNE = ("tune", "embedded-llama", "--set", "max-prefill-tokens=512", "--only", "prefill-1k", "--seconds", "0.5")
 
 
-def live(layertap: Layertap, kind: str) -> list[dict[str, Any]]:
-    return [run for run in layertap.runs() if run["kind"] == kind and run["state"] == "running"]
+def live(layertap: Layertap) -> list[str]:
+    """The kinds of what runs for tuning: the run itself and its server."""
+    running = [run for run in layertap.runs() if run["state"] == "running"]
+    return sorted(run["kind"] for run in running if run["kind"] == "tune" or "tune" in run["details"])
 
 
 @pytest.mark.slow
@@ -29,7 +30,7 @@ def test_the_fastest_becomes_a_profile(layertap: Layertap) -> None:
     assert again["trials"] == made["trials"]
     table = layertap("tune", "--run", run["id"], "--config", config)
     assert f"* {made['best']} " in table
-    assert live(layertap, "server") == []
+    assert live(layertap) == []
     if made["changes"]:
         assert made["written"] == str(config)
         text = config.read_text()
@@ -47,7 +48,7 @@ def test_the_fastest_becomes_a_profile(layertap: Layertap) -> None:
 @pytest.mark.slow
 def test_it_outlives_its_console_and_ends_with_ctrl_c(layertap: Layertap) -> None:
     first = layertap.start(*TUNE)
-    until(lambda: live(layertap, "tune") and live(layertap, "server"))
+    until(lambda: live(layertap) == ["server", "tune"])
     run = layertap.run_of("tune")
     first.kill()
     first.communicate()
@@ -59,4 +60,16 @@ def test_it_outlives_its_console_and_ends_with_ctrl_c(layertap: Layertap) -> Non
     assert second.returncode == 130, said
     assert "    it was stopped (`layertap logs server-" in table
     assert "ended early: it was asked to stop" in table.splitlines()
-    assert live(layertap, "tune") == live(layertap, "server") == []
+    assert live(layertap) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_anything_was_tried(layertap: Layertap) -> None:
+    console = layertap.start(*TUNE)
+    assert console.stderr is not None
+    assert console.stderr.readline().startswith("started tune-")
+    console.send_signal(signal.SIGINT)
+    _, said = console.communicate(timeout=180)
+    assert console.returncode == 130, said
+    assert "Traceback" not in said
+    assert live(layertap) == []

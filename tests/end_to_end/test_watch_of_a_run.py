@@ -46,14 +46,10 @@ def trouble(layertap: Layertap) -> list[dict[str, Any]]:
     return [event for event in history(layertap) if event["event"].startswith("trouble")]
 
 
-def under_way(layertap: Layertap, output: Path) -> None:
-    until(lambda: (now := layertap.progress(output)) and 0 < now["written"] < 200)
-
-
 def test_the_detokenizer_is_killed(layertap: Layertap, own_server: dict[str, Any], work: Path) -> None:
     rows, output = write_ids(work / "rows.jsonl", 2000), work / "out"
     console = layertap.start("extract", rows, "--output", output, "--port", own_server["port"])
-    under_way(layertap, output)
+    layertap.until_under_way(output)
     processes = layertap.json("status", "--port", own_server["port"])["processes"]
     (pid,) = [process["pid"] for process in processes if "detokenizer" in process["title"]]
     os.kill(pid, signal.SIGKILL)
@@ -68,7 +64,7 @@ def test_the_detokenizer_is_killed(layertap: Layertap, own_server: dict[str, Any
 def test_the_scheduler_is_stopped_and_goes_on(layertap: Layertap, own_server: dict[str, Any], work: Path) -> None:
     rows, output = write_ids(work / "rows.jsonl", 400), work / "out"
     console = layertap.start("extract", rows, "--output", output, "--port", own_server["port"])
-    under_way(layertap, output)
+    layertap.until_under_way(output)
     scheduler = psutil.Process(json.loads((Path(own_server["dump_dir"]) / "tap.json").read_text())["pid"])
     scheduler.suspend()
     try:
