@@ -436,8 +436,8 @@ def stop(
         _signal([pid for pid in pids if pid != supervisor] or pids, number)
         _until(lambda: not run.processes(), seconds)
     left = [f"process {process.pid} ({_title(process)})" for process in run.processes()]
-    _until(lambda: bool(left) or not _gpu_pids() & known, GPU_SECONDS)
-    left += [f"GPU memory that NVML says process {pid} holds" for pid in sorted(_gpu_pids() & known)]
+    holders = _gpu_holders(known, 0.0 if left else GPU_SECONDS)
+    left += [f"GPU memory that NVML says process {pid} holds" for pid in sorted(holders)]
     if not left:
         for path in shared:  # SGLang removes what it shares only where it ends by itself
             path.unlink(missing_ok=True)
@@ -545,6 +545,19 @@ def _title(process: psutil.Process) -> str:
         return " ".join(process.cmdline())[:80] or str(process.name())
     except psutil.Error:
         return "gone"
+
+
+def _gpu_holders(pids: set[int], seconds: float) -> set[int]:
+    """Which of `pids` still hold GPU memory, waiting until none does for `seconds` at most."""
+    holders = set(pids)
+
+    def none_left() -> bool:
+        holders.intersection_update(_gpu_pids())
+        return not holders
+
+    if pids:
+        _until(none_left, seconds)
+    return holders
 
 
 def _gpu_pids() -> set[int]:

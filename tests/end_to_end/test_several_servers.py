@@ -35,9 +35,7 @@ def test_two_servers_draw_one_dataset_and_one_of_them_is_killed(
     console = layertap.start("extract", rows, "--output", output, "--port", server["port"], "--port", second["port"])
 
     def now() -> dict[str, Any]:
-        found = sorted(Path(second["folder"]).parent.glob("extract-*/progress.json"), key=os.path.getmtime)
-        shown: dict[str, Any] = json.loads(found[-1].read_text()) if found else {}
-        return shown if shown.get("output") == str(output) else {}
+        return layertap.progress(output) or {}
 
     def under_way() -> bool:
         return now().get("phase") == "extracting" and now()["sent"] > ROWS // 2

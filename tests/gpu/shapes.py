@@ -18,13 +18,18 @@ BOUNDARIES = [2, 4, 5]
 
 
 def make(factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A Llama and a DeepSeek-V3 shape; the latter's heads are as wide as kernels want them."""
+    """A Llama and a DeepSeek-V3 shape."""
     folder = factory.mktemp("models")
-    wide_heads = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
     models.build("llama", folder / "llama")
-    config = models._deepseek_shape(layers=8, hidden=256, **wide_heads)
-    models._save(folder / "deepseek-v3", DeepseekV3ForCausalLM, config, extra=models.DEEPSEEK_FOR_SGLANG)
-    return {"llama": folder / "llama", "deepseek-v3": folder / "deepseek-v3"}
+    return {"llama": folder / "llama", "deepseek-v3": deepseek(folder / "deepseek-v3", hidden=256)}
+
+
+def deepseek(folder: Path, hidden: int, **other: int) -> Path:
+    """A DeepSeek-V3 shape, whose heads are as wide as kernels want them."""
+    heads = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    config = models._deepseek_shape(layers=8, hidden=hidden, **heads, **other)
+    models._save(folder, DeepseekV3ForCausalLM, config, extra=models.DEEPSEEK_FOR_SGLANG)
+    return folder
 
 
 def start(engines: Engines, model: Path, **args: Any) -> Engine:

@@ -5,28 +5,18 @@ from __future__ import annotations
 import msgspec
 import pytest
 from engines import Engines
+from shapes import BACKENDS, LIMITS
 from tuning import tune
 
-from backends import sglang
 from backends.embedded import models
 from backends.tune.job import Tuned, gains
-
-# Sampling and attention that need no kernel package beyond triton.
-ARGS: dict[str, sglang.Value] = {
-    "attention-backend": "triton",
-    "sampling-backend": "pytorch",
-    "mem-fraction-static": 0.3,
-    "context-length": 4104,
-    "max-prefill-tokens": 8192,
-    "max-total-tokens": 65536,
-}
 
 
 @pytest.fixture(scope="module")
 def tuned(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     model = tmp_path_factory.mktemp("models") / "llama"
     models.build("llama", model)
-    return tune(engines, model, ARGS, only=["attention", "prefill-16k"])
+    return tune(engines, model, BACKENDS | LIMITS, only=["attention", "prefill-16k"])
 
 
 def test_the_gpus_of_this_host_are_known(tuned: Tuned) -> None:

@@ -16,7 +16,8 @@ import psutil
 import pytest
 import torch
 from engines import Engine, Engines
-from transformers import DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
+from shapes import BACKENDS, deepseek
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from tuning import tune
 
 from backends import jobs, runs
@@ -28,11 +29,10 @@ from capture import probe
 from capture.layers import LayerChoice
 from capture.rows.tokenise import load_tokenizer
 
-ARGS = {
-    "attention_backend": "triton", "sampling_backend": "pytorch", "mem_fraction_static": 0.3, "tp_size": 2,
-    "context_length": 8200, "max_prefill_tokens": 16384, "max_total_tokens": 65536, "memory": 8 << 30,
-}  # fmt: skip
+ARGS = BACKENDS | {"tp_size": 2, "context_length": 8200, "max_prefill_tokens": 16384, "max_total_tokens": 65536}
+MEMORY = 8 << 30
 POSITIONS = 16384
+SHAPE = {"hidden": 1024, "max_position_embeddings": POSITIONS}
 LENGTHS = [3, 64, 1500, 2500, 8192]  # on both sides of what all-reduce fusion takes
 
 
@@ -44,20 +44,12 @@ def two_gpus() -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return deepseek(tmp_path_factory.mktemp("models") / "deepseek-v3")
-
-
-def deepseek(folder: Path, **changes: int) -> Path:
-    """A DeepSeek-V3 shape, 1024 wide, whose heads are as wide as kernels want them."""
-    heads = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-    shape = {"layers": 8, "hidden": 1024, "max_position_embeddings": POSITIONS} | heads | changes
-    models._save(folder, DeepseekV3ForCausalLM, models._deepseek_shape(**shape), extra=models.DEEPSEEK_FOR_SGLANG)
-    return folder
+    return deepseek(tmp_path_factory.mktemp("models") / "deepseek-v3", **SHAPE)
 
 
 @pytest.fixture
 def engine(engines: Engines, model: Path) -> Engine:
-    return engines.get("base", model=model, layers=LayerChoice(boundaries=[2, 4, 5]), **ARGS)
+    return engines.get("base", model=model, layers=LayerChoice(boundaries=[2, 4, 5]), **ARGS, memory=MEMORY)
 
 
 def probed(engine: Engine) -> probe.Probed:
@@ -91,7 +83,7 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A DeepSeek-V3 shape without experts: fusion rounds otherwise, and a router would take another expert for that."""
-    return deepseek(tmp_path_factory.mktemp("models") / "dense", first_k_dense_replace=8)
+    return deepseek(tmp_path_factory.mktemp("models") / "dense", **SHAPE, first_k_dense_replace=8)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +99,7 @@ def test_the_probe_catches_partial_sums_where_fusion_leaves_them(
         model=request.getfixturevalue(name),
         layers=LayerChoice(boundaries=[2, 4, 5]),
         **ARGS,
+        memory=MEMORY,
         **(on if fused else {}),
     )
     found = probed(engine)
@@ -206,7 +199,7 @@ def test_a_rank_that_is_killed_in_mid_run_ends_the_run_and_leaves_nothing(
     assert stopped.left == []
     assert [process for gpu in Gpus().sample().gpus for process in gpu.processes or []] == []
 
-    again = engines.get("base", model=engine.model, layers=LayerChoice(boundaries=[2, 4, 5]), **ARGS)
+    again = engines.get("base", model=engine.model, layers=LayerChoice(boundaries=[2, 4, 5]), **ARGS, memory=MEMORY)
     run = jobs.start_job(engines.runs, engines.payload, "extract", job, again.run.spec.port)
     while run.exit is None:
         time.sleep(0.1)
@@ -216,8 +209,7 @@ def test_a_rank_that_is_killed_in_mid_run_ends_the_run_and_leaves_nothing(
 
 def test_tuning_knows_what_the_bus_lets_through(engines: Engines, model: Path) -> None:
     """Settings of NCCL are tried on servers, and each with the bandwidth of an all-reduce under it."""
-    args = {name.replace("_", "-"): value for name, value in ARGS.items() if name != "memory"}
-    tuned = tune(engines, model, args, only=["nccl-16-channels"])
+    tuned = tune(engines, model, ARGS, only=["nccl-16-channels"])
     profile, variant = tuned.trials
     print(*map(msgspec.json.encode, tuned.trials), sep="\n")
     assert (variant.name, variant.base, variant.failure) == ("nccl-16-channels", profile.name, None)

@@ -18,7 +18,8 @@ SECONDS = 500
 
 
 def tune(engines: Engines, model: Path, args: dict[str, sglang.Value], only: list[str]) -> Tuned:
-    """Tune the base profile with `args`; `only` as in `TuneJob`."""
+    """Tune the base profile with `args`, named as for `Engines.get`; `only` as in `TuneJob`."""
+    words = {name.replace("_", "-"): value for name, value in args.items()}
     engines.stop_all()  # nothing may use the GPUs beside it
     merged = sglang.resolve(
         "base",
@@ -26,7 +27,7 @@ def tune(engines: Engines, model: Path, args: dict[str, sglang.Value], only: lis
         version=SGLANG,
         model=str(model),
         port=1,
-        overrides=sglang.Overrides(args=args, tap={"memory": "2 GiB", "writers": 2}),
+        overrides=sglang.Overrides(args=words, tap={"memory": "2 GiB", "writers": 2}),
     )
     job = TuneJob(payload="", launch=merged, layers=LayerChoice(boundaries=[2, 4, 5]), only=only, round_seconds=1.0)
     run = start_job(engines.runs, engines.payload, "tune", msgspec.to_builtins(job), None)

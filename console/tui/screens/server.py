@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 from typing import Any
 
@@ -28,6 +29,7 @@ from console.tui.screens.base import HostScreen
 from console.tui.widgets.overview import ServerPanel
 from console.tui.widgets.panel import Panel, line, wrapped
 
+TYPING = 0.3  # seconds between two letters of a model's folder, which is asked for when it is written
 WAYS = (
     ("outputs of layers", "outputs"),
     ("boundaries", "boundaries"),
@@ -240,14 +242,17 @@ class ServerScreen(HostScreen):
 
     def _suits(self, merged: Launch) -> list[str]:
         """Whether host and model are what the profile is for, as soon as that is known."""
+        if merged.match is None:
+            return []
         if merged.model != self._looked_at:
             self._looked_at, self._situation = merged.model, None
             self.run_worker(self._look_at(merged.model), exclusive=True, group="situation")
-        if self._situation is None or merged.match is None:
+        if self._situation is None:
             return []
         return [*words.suits(merged.match.differs(self._situation)), ""]
 
     async def _look_at(self, model: str) -> None:
+        await asyncio.sleep(TYPING)  # the next letter ends this worker
         found = await self.ask_host(lambda session: session.situation(model))
         if found is not None and self._looked_at == model:
             self._situation = found
