@@ -242,12 +242,14 @@ def _last_line(log: bytes) -> str:
 # --- The processes ---
 
 
-def _tell(value: Any) -> None:
-    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
-    sys.stdout.flush()
+def _results() -> Callable[[Any], object]:
+    """What writes results to stdout; all else that is printed there from now on (NCCL's version, say) goes to stderr."""
+    out = os.dup(1)
+    os.dup2(2, 1)
+    return lambda value: os.write(out, msgspec.json.encode(value) + b"\n")
 
 
-def _copy_every_gpu() -> None:
+def _copy_every_gpu(tell: Callable[[Any], object]) -> None:
     import torch
 
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -263,10 +265,10 @@ def _copy_every_gpu() -> None:
             torch.cuda.synchronize(gpu)
             return COPIES * COPY_BYTES / (time.monotonic() - begun)
 
-        _tell(Copied(gpu, speed(device, host), speed(host, device)))
+        tell(Copied(gpu, speed(device, host), speed(host, device)))
 
 
-def _reduce_as(rank: int, ranks: int, backend: str, store: str) -> None:
+def _reduce_as(tell: Callable[[Any], object], rank: int, ranks: int, backend: str, store: str) -> None:
     import torch
     from torch import distributed
 
@@ -274,7 +276,7 @@ def _reduce_as(rank: int, ranks: int, backend: str, store: str) -> None:
     if backend == "nccl":
         torch.cuda.set_device(rank)
     distributed.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
-    _tell({"up": rank})
+    tell({"up": rank})
 
     def wait() -> None:
         if backend == "nccl":
@@ -288,7 +290,7 @@ def _reduce_as(rank: int, ranks: int, backend: str, store: str) -> None:
     if not bool((values == right).all()):
         raise SystemExit(f"the sum over {ranks} ranks is wrong: {values[0].item()} instead of {right}")
     if rank == 0:
-        _tell({"first": time.monotonic() - begun})
+        tell({"first": time.monotonic() - begun})
     for size in SIZES:
         values = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
         distributed.all_reduce(values)
@@ -299,12 +301,12 @@ def _reduce_as(rank: int, ranks: int, backend: str, store: str) -> None:
         wait()
         seconds = (time.monotonic() - begun) / ROUNDS
         if rank == 0:
-            _tell({"bytes": size, "bus": size / seconds * 2 * (ranks - 1) / ranks})
+            tell({"bytes": size, "bus": size / seconds * 2 * (ranks - 1) / ranks})
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "copy":
-        _copy_every_gpu()
+        _copy_every_gpu(_results())
     else:
-        _reduce_as(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
+        _reduce_as(_results(), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])

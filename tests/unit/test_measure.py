@@ -37,6 +37,8 @@ import os, sys, time
 def init_process_group(backend, init_method, rank, world_size):
     if BEHAVIOUR == "crashes" and rank == 1:
         raise SystemExit("no device 1")
+    if BEHAVIOUR == "prints":
+        os.write(1, b"NCCL version 2.28.9+cuda13.0\\n")
     if BEHAVIOUR == "comes late" and rank == 1:
         time.sleep(600)
 calls = []
@@ -81,6 +83,11 @@ def test_ranks_that_reduce(ranks: Callable[..., Reduced]) -> None:
     made = ranks()
     assert (made.ranks, made.backend, made.error, sorted(made.bus)) == (2, "gloo", None, list(measure.SIZES))
     assert made.first_seconds is not None
+
+
+def test_what_a_library_prints_is_no_result(ranks: Callable[..., Reduced]) -> None:
+    made = ranks("prints")  # as NCCL does to stdout, being asked for warnings by NCCL_DEBUG
+    assert (made.error, sorted(made.bus)) == (None, list(measure.SIZES))
 
 
 def test_an_all_reduce_that_hangs_is_an_answer(ranks: Callable[..., Reduced]) -> None:
