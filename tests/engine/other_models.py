@@ -18,7 +18,7 @@ SHAPE = {
     "num_hidden_layers": 8,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,
+    "head_dim": 64,  # SGLang's rotary kernels take no narrower one
     "max_position_embeddings": models.MAX_POSITIONS,
     "bos_token_id": 0,
     "eos_token_id": 1,
@@ -47,7 +47,12 @@ def make_gpt_oss(folder: Path) -> None:
     """Its checkpoints hold all experts of a layer in one tensor."""
     shape = {name: value for name, value in SHAPE.items() if name != "intermediate_size"}
     config = transformers.GptOssConfig(
-        **shape, intermediate_size=64, num_local_experts=8, num_experts_per_tok=2, sliding_window=128
+        **shape,
+        intermediate_size=64,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=128,
+        swiglu_limit=7.0,  # SGLang reads it; transformers has it in its code
     )
     config.architectures = ["GptOssForCausalLM"]
     torch.manual_seed(models.SEED)
