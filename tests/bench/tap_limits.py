@@ -232,8 +232,8 @@ def measure_feed() -> dict[str, Any]:
 # --- deep ---
 
 
-def measure_server(layers: int, rows: int, disk_rows: int, **widths: int) -> dict[str, Any]:
-    """Without and with the tap in turn, then the whole extraction to tmpfs and to disk."""
+def measure_server(layers: int, rows: int, extracted: int, **widths: int) -> dict[str, Any]:
+    """Without and with the tap in turn, then whole extractions, so long that beginning and end hardly count."""
     found: dict[str, Any] = {"layers": layers, "rounds": []}
     with tempfile.TemporaryDirectory(prefix="layertap-bench-") as name, running() as engines:
         model = build(Path(name) / "model", layers, **widths)
@@ -258,8 +258,8 @@ def measure_server(layers: int, rows: int, disk_rows: int, **widths: int) -> dic
                 "off_tokens_per_second": off, "on_tokens_per_second": on, "ratio": round(on / off, 4),
                 "on_gb_per_second": gigabytes_per_second(on * TOKEN_BYTES, 1),
             }  # fmt: skip
-            for where, count, parent in (("tmpfs", rows // 2, "/dev/shm"), ("disk", disk_rows, None)):
-                source = write_rows(Path(name) / "rows.jsonl", asked[:count])
+            source = write_rows(Path(name) / "rows.jsonl", prompts(extracted))
+            for where, parent in (("tmpfs", "/dev/shm"), ("disk", None)):
                 with tempfile.TemporaryDirectory(prefix="layertap-bench-", dir=parent) as folder:
                     figures = Watched(engines, engine, source, Path(folder) / "out").figures
                 figures["ratio"] = round(figures["tokens_per_second"] / off, 4)
@@ -296,7 +296,7 @@ def measure_short(count: int) -> dict[str, Any]:
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "bytes": measure_bytes,
     "deep": lambda: measure_server(
-        61, 64, 48, n_routed_experts=16, num_experts_per_tok=8, moe_intermediate_size=1024, n_group=1, topk_group=1
+        61, 64, 256, n_routed_experts=16, num_experts_per_tok=8, moe_intermediate_size=1024, n_group=1, topk_group=1
     ),
     "feed": measure_feed,
     "short": lambda: measure_short(int(os.environ.get("SHORT", "100000"))),
