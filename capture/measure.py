@@ -243,7 +243,7 @@ def _last_line(log: bytes) -> str:
 
 
 def _results() -> Callable[[Any], object]:
-    """What writes results to stdout; all else that is printed there from now on (NCCL's version, say) goes to stderr."""
+    """What writes results to stdout; all else printed there from now on (NCCL's version, say) goes to stderr."""
     out = os.dup(1)
     os.dup2(2, 1)
     return lambda value: os.write(out, msgspec.json.encode(value) + b"\n")
