@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import re
 import resource
-from collections.abc import Iterator
-from pathlib import PurePosixPath
 
 from backends.doctor.gpus import CONTROL
 from backends.doctor.report import Asked, Check, Place, Question, amount, judge, unknown
 from backends.survival import danger
+from capture.tap.memory import rooms
 
 GB = 10**9
 NEEDED_BYTES = 32 * GB  # beside what is pinned: SGLang's processes, the tokenizer, the page cache
@@ -29,7 +28,7 @@ def memory(place: Place, asked: Asked) -> Check:
     if "MemAvailable" not in known:
         return unknown("host.memory", "/proc/meminfo does not tell what is available")
     needed = NEEDED_BYTES if place.path(CONTROL).exists() else NEEDED_EMBEDDED
-    available, limit = known["MemAvailable"], min(_cgroup_room(place), default=None)
+    available, limit = known["MemAvailable"], min(rooms(place.text), default=None)
     room = available if limit is None else min(available, limit)
     bound = "" if limit is None or limit >= available else " within the container's limit"
     return judge(
@@ -153,19 +152,6 @@ def _meminfo(place: Place) -> dict[str, int]:
     """/proc/meminfo in bytes, and counts of huge pages."""
     found = re.findall(r"^(\w+):\s+(\d+)( kB)?", place.text("/proc/meminfo") or "", re.MULTILINE)
     return {name: int(number) * (1024 if unit else 1) for name, number, unit in found}
-
-
-def _cgroup_room(place: Place) -> Iterator[int]:
-    """What each limit above this process leaves, in bytes; version 2 of cgroups, and the whole container's in 1."""
-    own = re.search(r"^0::(/.*)$", place.text("/proc/self/cgroup") or "", re.MULTILINE)
-    above = PurePosixPath(own[1] if own else "/")
-    folders = [f"/sys/fs/cgroup{one}" for one in (above, *above.parents)]
-    pairs = [(f"{folder}/memory.max", f"{folder}/memory.current") for folder in folders]
-    pairs += [("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes")]
-    for most, used in pairs:
-        limit, usage = place.text(most), place.text(used)
-        if limit and usage and limit.isdecimal() and usage.isdecimal():
-            yield max(0, int(limit) - int(usage))
 
 
 def _limit(value: int) -> str:

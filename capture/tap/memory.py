@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
 
 import msgspec
 
 SLOTS = 4  # forwards under way to the writers; more only lengthen the queue in front of them
 DUMPS_AHEAD = 2  # arenas' worth of prompts between the driver and its disk keep the server's queue full
 SHARE = 4  # a quarter of what is available, where nothing was asked for
-CGROUP = Path("/sys/fs/cgroup")
+CGROUPS = "/sys/fs/cgroup"
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
@@ -54,9 +55,28 @@ def available() -> int:
     """Bytes that processes can still take here: the host's, or the container's where that has a limit."""
     import psutil
 
-    free = int(psutil.virtual_memory().available)
+    return min([int(psutil.virtual_memory().available), *rooms(_text)])
+
+
+def rooms(text: Callable[[str], str | None]) -> Iterator[int]:
+    """Bytes that each memory limit above this process leaves; version 2 of cgroups, and the whole container's in 1.
+
+    `text` reads a small file under /proc or /sys, None where it cannot. Files that were read lie in memory only until
+    somebody wants it, so they count as free, as they do in the host's MemAvailable: a checkpoint fills any container.
+    """
+    own = re.search(r"^0::(/.*)$", text("/proc/self/cgroup") or "", re.MULTILINE)
+    above = PurePosixPath(own[1] if own else "/")
+    found = [(f"{CGROUPS}{one}", "memory.max", "memory.current", "inactive_file") for one in (above, *above.parents)]
+    found += [(f"{CGROUPS}/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")]
+    for folder, most, used, cache in found:
+        limit, usage = text(f"{folder}/{most}") or "", text(f"{folder}/{used}") or ""
+        if limit.isdecimal() and usage.isdecimal():
+            idle = re.search(rf"^{cache} (\d+)$", text(f"{folder}/memory.stat") or "", re.MULTILINE)
+            yield max(0, int(limit) - int(usage) + (int(idle[1]) if idle else 0))
+
+
+def _text(path: str) -> str | None:
     try:
-        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # no cgroup v2 here, or "max"
-        return free
-    return min(free, max(limit - used, 0))
+        return Path(path).read_text().strip()
+    except OSError:
+        return None

@@ -58,6 +58,7 @@ def test_too_little_is_said(asked: int | None, available: int, free: int) -> Non
     ("files", "expected"),
     [
         ({"memory.max": "9000\n", "memory.current": "4000\n"}, 5000),
+        ({"memory.max": "9000\n", "memory.current": "8500\n", "memory.stat": "anon 1\ninactive_file 4000\n"}, 4500),
         ({"memory.max": "9000\n", "memory.current": "9500\n"}, 0),
         ({"memory.max": "max\n", "memory.current": "4000\n"}, None),
         ({}, None),
@@ -68,7 +69,7 @@ def test_a_containers_limit_counts(
 ) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "CGROUPS", str(tmp_path))
     found, free = memory.available(), psutil.virtual_memory().available
     if expected is None:
         assert abs(found - free) < free / 5

@@ -149,6 +149,7 @@ def test_main_memory(place: Place) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_memory_of_a_container(place: Place, version: int) -> None:
+    """What lies in it of files that were read is free: 20 GB are left, not 5."""
     meminfo(place)
     put(place, __dev__nvidiactl="")
     if version == 2:
@@ -156,7 +157,8 @@ def test_the_memory_of_a_container(place: Place, version: int) -> None:
         put(place, __sys__fs__cgroup__docker__memory_max="")
         folder = place.path("/sys/fs/cgroup/docker")
         (folder / "memory.max").write_text(f"{40 * GB}\n")
-        (folder / "memory.current").write_text(f"{20 * GB}\n")
+        (folder / "memory.current").write_text(f"{35 * GB}\n")
+        (folder / "memory.stat").write_text(f"anon {19 * GB}\ninactive_file {15 * GB}\nactive_file {GB}\n")
         (folder / "one").mkdir()
         (folder / "one" / "memory.max").write_text("max\n")
         (folder / "one" / "memory.current").write_text("5\n")
@@ -164,7 +166,8 @@ def test_the_memory_of_a_container(place: Place, version: int) -> None:
         folder = place.path("/sys/fs/cgroup/memory")
         folder.mkdir(parents=True)
         (folder / "memory.limit_in_bytes").write_text(f"{40 * GB}\n")
-        (folder / "memory.usage_in_bytes").write_text(f"{20 * GB}\n")
+        (folder / "memory.usage_in_bytes").write_text(f"{35 * GB}\n")
+        (folder / "memory.stat").write_text(f"inactive_file 7\ntotal_inactive_file {15 * GB}\n")
     status, seen = came(machine.memory(place, ASKED))
     assert (status, seen) == ("fail", "20 GB available within the container's limit, of 1.02 TB")
 
