@@ -16,6 +16,7 @@ from backends.evidence import Evidence, Rank
 from backends.gpus import Gpu
 from backends.processes import ProcessSample
 from backends.reading import LogReader
+from backends.sglang import mask_text
 from backends.startup import Phase, Startup
 from capture.dumps.dump import TapState
 
@@ -145,7 +146,7 @@ class Follower:
             earlier_s=self.earlier.phases.get(current.id) if self.earlier and current else None,
             detail=current.detail if current else "",
             detail_s=self._bar_age(current),
-            crashed=startup.crashed,
+            crashed=_shown(startup.crashed),
             crashed_line=startup.crashed_line,
             stopping=startup.stopping,
             weights_loaded="weights_gb" in startup.effective,
@@ -153,7 +154,7 @@ class Follower:
             last_lines=[name for name in self.reader.hits if self.reader.last_line(catalogue().by_id[name])],
             ready_seen=startup.ready,
             tap_in=tap.inside if tap else False if startup.ready else None,
-            tap_error=seen.tap_error or (tap.error if tap else None),
+            tap_error=_shown(seen.tap_error or (tap.error if tap else None)),
             ranks=[_rank(process, activity) for process in ours],
             launcher=_rank(launcher[0], activity) if launcher else None,
             missing=self._missing(ours),
@@ -231,3 +232,8 @@ def _rank(process: ProcessSample, activity: Activity) -> Rank:
         state = "sleeping"
     cpu = activity.cpu_percent.get(process.pid)
     return Rank(name=process.title.removeprefix(TITLED), pid=process.pid, cpu_percent=cpu, state=state)
+
+
+def _shown(text: str | None) -> str | None:
+    """What a log or a tap said, as a verdict may repeat it: it is shown, and kept in a run's history."""
+    return None if text is None else mask_text(text)

@@ -155,6 +155,18 @@ def test_a_server_that_was_killed(server: Server) -> None:
     assert "ended by SIGKILL" in now["verdict"]["evidence"]
 
 
+def test_a_verdict_repeats_no_secret(quiet: Run) -> None:
+    write(
+        quiet,
+        f"[{stamp()}] Scheduler hit an exception: Traceback (most recent call last):\n"
+        '  File "/x/scheduler.py", line 1, in run\n'
+        "HTTPError: 401 for url: https://me:s3cretpw@hub.example/api (Authorization: Bearer hf_abcdefghijklmnopqrstuv)\n",
+    )
+    shown = "HTTPError: 401 for url: https://me:***@hub.example/api (Authorization: Bearer ***)"
+    now = look_until(ServerWatch(quiet), "crashed", shown)
+    assert f"log says: {shown}" in now["verdict"]["evidence"]
+
+
 def test_a_server_that_somebody_else_stopped(server: Server) -> None:
     run = server("silent")
     os.kill(run.running.child.pid, signal.SIGTERM)
