@@ -59,7 +59,9 @@ class Supervisor:
         self.limits = patience.scaled(AlarmLimits())
         self.alarms = AlarmWatch(self.limits)
         self.blind = False  # whether a look failed, which is told once
-        self.watch = self._watch(self._server())
+        first, *others = self._servers()
+        self.watch = self._watch(first)
+        self.others = [self._watch(server) for server in others]  # looked at only where the first one is dead
 
     def see_to(self, child: subprocess.Popen[bytes]) -> int:
         """Wait for the driver, and start it again once its server was brought back; returns the run's exit code."""
@@ -83,7 +85,7 @@ class Supervisor:
     def _follow(self, child: subprocess.Popen[bytes]) -> int:
         """Look at the server as long as the driver runs; returns its exit code.
 
-        A driver that waits for a server that is dead, and does not notice, is ended, as one that lost its server.
+        A driver that waits for servers of which all are dead, and does not notice, is ended, as one that lost them.
         """
         dead_since: float | None = None
         while True:
@@ -92,13 +94,17 @@ class Supervisor:
             except subprocess.TimeoutExpired:
                 seen = self._look()
             now = time.monotonic()
-            dead = seen is not None and seen["verdict"]["verdict"] == "crashed"
+            dead = seen is not None and seen["verdict"]["verdict"] == "crashed" and all(map(is_dead, self.others))
             dead_since = (dead_since or now) if dead else None
             if dead_since and now - dead_since > self.limits.linger:
                 return self._end_driver(child)
 
     def _end_driver(self, child: subprocess.Popen[bytes]) -> int:
-        reason = f"the server {self.watch.run.id} is dead; `layertap launch` it, then give the command again"
+        ids = " and ".join(watch.run.id for watch in (self.watch, *self.others))
+        lost = f"the server {ids} is dead; `layertap launch` it"
+        if self.others:
+            lost = f"the servers {ids} are dead; `layertap launch` one"
+        reason = f"{lost}, then give the command again"
         self._tell("server_lost", reason=reason)
         child.terminate()
         try:
@@ -214,8 +220,11 @@ class Supervisor:
         earlier = earlier_start(self.runs, server)
         return ServerWatch(server, self.sampler.gpus, earlier, patience.scaled(Limits()), first_answer=0.0)
 
-    def _server(self) -> Run:
-        return self.runs.get(read_job(self.run)["server"]["run"])
+    def _servers(self) -> list[Run]:
+        """Those that are drawn from, each once: a server's replicas are one run."""
+        job = read_job(self.run)
+        ids = [source["server"]["run"] for source in (job, *job.get("beside", ()))]
+        return [self.runs.get(id) for id in dict.fromkeys(ids)]
 
     # --- The run ---
 
@@ -239,6 +248,14 @@ class Supervisor:
     @staticmethod
     def _say(text: str) -> None:
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)  # noqa: T201
+
+
+def is_dead(watch: ServerWatch) -> bool:
+    """Whether nothing can be drawn from a server any more; not where it cannot be looked at, which ends no run."""
+    try:
+        return watch.look()["verdict"]["verdict"] in ("crashed", "stopped")
+    except Exception:
+        return False
 
 
 def gave_up(reasons: list[str]) -> str:

@@ -8,7 +8,8 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from helpers import until
 
 from backends import runs
+from backends.alarms import Limits
 from backends.jobs import describe, read_job
 from backends.runs import Run, Runs
 from backends.supervise import gave_up
@@ -51,8 +53,9 @@ sys.exit(9)
 def extract(all_runs: Runs) -> Extract:
     """Starts a driver that loses its server `lost` times; `server` is killed first."""
 
-    def started(server: Run, lost: int, restarts: int, *words: str) -> Run:
-        job = {"server": msgspec.to_builtins(describe(server))}
+    def started(server: Run, lost: int, restarts: int, *words: str, beside: Sequence[Run] = ()) -> Run:
+        first, *more = [{"server": msgspec.to_builtins(describe(one))} for one in (server, *beside)]
+        job = first | {"beside": more}
 
         def prepare(run: Run) -> dict[str, str]:
             runs.write_json(run.folder / "job.json", job)
@@ -197,6 +200,26 @@ def test_a_driver_that_does_not_notice_that_its_server_is_dead_is_ended(
     why = f"the server {first.id} is dead; `layertap launch` it, then give the command again"
     assert [(event["event"], event["reason"]) for event in told(run)] == [("server_lost", why)]
     assert json.loads((run.folder / "result.json").read_text()) == {"error": why}
+
+
+def test_a_driver_goes_on_while_one_of_its_servers_lives(
+    extract: Extract, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of them died, and for longer than a driver may go on without any."""
+    monkeypatch.setenv("LAYERTAP_PATIENCE", "0.02")
+    first, second = server(), server()
+    run = extract(first, 1, 0, "stay", beside=[second])
+    ready(run)
+    kill(first)
+    told_of = ("trouble", "server-crashed")
+    until(lambda: [one for one in events.latest(run.folder) if (one["event"], one.get("id")) == told_of])
+    begun = time.monotonic()
+    until(lambda: run.exit is not None or time.monotonic() > begun + 4 * 0.02 * Limits().linger, seconds=60.0)
+    assert run.exit is None
+    kill(second)
+    assert ended(run).code == 9
+    why = f"the servers {first.id} and {second.id} are dead; `layertap launch` one, then give the command again"
+    assert [(event["event"], event["reason"]) for event in told(run)] == [("server_lost", why)]
 
 
 def test_a_stop_is_heeded_while_the_server_comes_up(extract: Extract, server: Server, all_runs: Runs) -> None:
