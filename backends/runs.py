@@ -561,22 +561,24 @@ def _gpu_holders(pids: set[int], seconds: float) -> set[int]:
 
 
 def _gpu_pids() -> set[int]:
-    """Processes that NVML says hold GPU memory; empty where there is no NVML."""
+    """Processes that NVML says hold GPU memory; empty where there is no NVML, without a GPU that it has lost."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
     except Exception:
         return set()
+    found: set[int] = set()
     try:
-        return {entry.pid for entry in _gpu_entries(pynvml)}
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            with contextlib.suppress(pynvml.NVMLError):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                found |= {entry.pid for entry in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+    except pynvml.NVMLError:
+        pass
     finally:
         pynvml.nvmlShutdown()
-
-
-def _gpu_entries(pynvml: Any) -> Iterator[Any]:
-    for index in range(pynvml.nvmlDeviceGetCount()):
-        yield from pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(index))
+    return found
 
 
 def _tail(path: Path) -> str:

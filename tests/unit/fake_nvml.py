@@ -109,6 +109,12 @@ class FakeNvml(ModuleType):
         with self._lock:
             self.users += 1
 
+    def nvmlInit(self) -> None:
+        self.nvmlInitWithFlags(1)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> Any:
+        return self.nvmlDeviceGetComputeRunningProcesses_v3(handle)
+
     def nvmlShutdown(self) -> None:
         self._called("nvmlShutdown")
         with self._lock:

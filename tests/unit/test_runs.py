@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from fake_nvml import UNINITIALIZED, Card, FakeNvml, process
 from helpers import ROOT, SLEEP, free_port, gone, until
 
 from backends import runs
@@ -345,6 +346,20 @@ def test_gpu_memory_that_stays_is_named(start: Start, monkeypatch: pytest.Monkey
     monkeypatch.setattr(runs, "_gpu_pids", lambda: {pid, 1})
     monkeypatch.setattr(runs, "GPU_SECONDS", 0.3)
     assert stop(run, "").left == [f"GPU memory that NVML says process {pid} holds"]
+
+
+def test_a_lost_gpu_keeps_no_stop_from_looking_at_the_others(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start()
+    pid = run.running.child.pid
+    cards = Card(0), Card(1, nvmlDeviceGetComputeRunningProcesses_v3=[process(pid, 1 << 30)])
+    cards[0].lost = True
+    nvml = FakeNvml(*cards)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(runs, "GPU_SECONDS", 0.3)
+    assert stop(run, "").left == [f"GPU memory that NVML says process {pid} holds"]
+    nvml.failing["nvmlDeviceGetCount"] = UNINITIALIZED
+    assert stop(run, "").left == []
+    assert nvml.users == 0
 
 
 # --- Alive or not ---
