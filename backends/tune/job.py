@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from backends import patience
+from backends.diagnose import Limits
 from backends.doctor.measured import ceiling
 from backends.errors import ExitCode, LayertapError, LeftBehind
 from backends.jobs import describe, draw_lock
@@ -253,7 +255,7 @@ class Tuner:
 
     def _wait_ready(self, trial: Trial, server: Run) -> None:
         """Wait until a server can be drawn from. Raises Failed."""
-        watch = ServerWatch(server, self.sampler.gpus, earlier_start(self.runs, server))
+        watch = self._watch(server)
         deadline, hangs_since = time.monotonic() + self.asked.ready_seconds, None
         while True:
             seen = watch.look()
@@ -300,7 +302,7 @@ class Tuner:
 
     def _death(self, server: Run) -> str | None:
         """Of what a server died; None where it did not."""
-        watch = ServerWatch(server, self.sampler.gpus)
+        watch = self._watch(server)
         deadline = time.monotonic() + DEATH_SECONDS
         while time.monotonic() < deadline:
             seen = watch.look()
@@ -308,6 +310,9 @@ class Tuner:
                 return f"under the load: {why(seen)}"
             time.sleep(LOOK_SECONDS)
         return None
+
+    def _watch(self, server: Run) -> ServerWatch:
+        return ServerWatch(server, self.sampler.gpus, earlier_start(self.runs, server), patience.scaled(Limits()))
 
     # --- The load, and what bounds it ---
 
