@@ -21,6 +21,7 @@ from capture.tap.writer import MESSAGE_BYTES, MESSAGE_PIECES, Ack, Fail, Forward
 logger = logging.getLogger("sglang.layertap")
 
 HUNG_SECONDS = 20.0  # without an answer, after which a writer is killed; it answers at least once for each slot
+START_SECONDS = 180.0  # until its first word, likewise: it imports torch, maybe from a slow disk
 LOOK_MILLISECONDS = 1000
 
 
@@ -166,16 +167,19 @@ class WriterLink:
         return process
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
-        """Take the writer's answers until it has died; kill one that gives none for `HUNG_SECONDS`."""
-        link = self.link
+        """Take the writer's answers until it has died; kill one that owes one for `HUNG_SECONDS`, or never comes up."""
+        link, begun = self.link, time.monotonic()
         assert link is not None
         poller = select.poll()
         poller.register(link, select.POLLIN)
         decoder = msgspec.json.Decoder(Ack)
         while True:
             if not poller.poll(LOOK_MILLISECONDS):
-                if self.silent > HUNG_SECONDS:
-                    logger.error("layertap: writer %d has hung for %.0f s; killing it", process.pid, HUNG_SECONDS)
+                silent, most = self.silent, HUNG_SECONDS
+                if not self.ready:
+                    silent, most = time.monotonic() - begun, START_SECONDS
+                if silent > most:
+                    logger.error("layertap: writer %d has hung for %.0f s; killing it", process.pid, most)
                     process.kill()
                 continue
             try:

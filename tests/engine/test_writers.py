@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -144,6 +146,34 @@ def test_one_that_hangs_is_passed_by_then_killed(three: Writers, tap: Tap, monke
     assert lost.reason == f"the writer process {hung.pid} ended (signal 9) before its dump was whole"
     assert not hung.is_running() or hung.status() == psutil.STATUS_ZOMBIE
     until(lambda: three.free.qsize() == SHAPE.slots and link.ready)
+
+
+def test_one_that_never_comes_up_is_killed(tap: Tap, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_link, "START_SECONDS", 0.5)
+    monkeypatch.setattr(writer_link, "LOOK_MILLISECONDS", 50)
+    start, started = subprocess.Popen, []
+
+    def instead(argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        """The first one sleeps, as on a disk that has stalled."""
+        monkeypatch.setattr(writer_link, "START_SECONDS", 60.0 if started else 0.5)
+        started.append(start(argv if started else ["sleep", "600"], **options))
+        return started[-1]
+
+    monkeypatch.setattr(writer_link.subprocess, "Popen", instead)
+    made = Writers(1, SHAPE.slots, tap.settings)
+    try:
+        prompt = Prompt(0, 7)
+        forward(made, tap, (prompt, 0, 7))
+        settled(tap, 1)
+        reason = f"the writer process {started[0].pid} ended (signal 9) before its dump was whole"
+        assert [(line.state, line.reason) for line in tap.journal()] == [("failed", reason)]
+        until(lambda: made.free.qsize() == SHAPE.slots and made.links[0].ready)
+        forward(made, tap, (Prompt(1, 7), 0, 7))
+        settled(tap, 2)
+        tap.assert_dumped(Prompt(1, 7))
+    finally:
+        made.links[0].lock.acquire()
+        started[-1].kill()
 
 
 def test_a_prompt_given_up_half_way_is_failed_by_who_has_its_beginning(three: Writers, tap: Tap) -> None:
