@@ -493,10 +493,13 @@ class Extraction:
                 if not error.busy:
                     raise
                 self.say(f"sample {number} waits for a slot and is asked for again: {error}")
-                while not (tap := dump.read_tap(lane.drawer.dump_dir)) or tap.slots_free == 0:
+                free = False
+                while not free:  # seldom for long: with slow writers one comes free and is taken all the time
                     if self.stopping or lane.gone or time.monotonic() > patience:
                         raise
                     await asyncio.sleep(BUSY_PAUSE)
+                    tap = dump.read_tap(lane.drawer.dump_dir)
+                    free = tap is not None and tap.slots_free > 0
 
     async def _keep(
         self, sample: Sample, attempts: int, rid: str, folder: Path, ids: list[int], mask: list[int]

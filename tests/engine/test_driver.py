@@ -56,9 +56,10 @@ def test_other_failures_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.M
         asyncio.run(drawing(monkeypatch, [])._draw(lane, 0, 1, [1]))
 
 
+@pytest.mark.parametrize("slots", [0, 1])  # one that is free is taken before this prompt comes to it
 @pytest.mark.parametrize("why", ["patience", "stop", "gone"])
-def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    lane, extraction = Lane(tmp_path, "busy"), drawing(monkeypatch, [0])
+def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, slots: int) -> None:
+    lane, extraction = Lane(tmp_path, "busy"), drawing(monkeypatch, [slots])
     if why == "gone":
         lane.gone = ServerGone("it is dead")
     elif why == "stop":
