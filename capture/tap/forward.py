@@ -82,8 +82,10 @@ class Tap:
             batch = kwargs.get("forward_batch") or next((a for a in args if hasattr(a, "forward_mode")), None)
             if batch is None or not batch.forward_mode.is_extend() or batch.extend_seq_lens_cpu is None:
                 return original(*args, **kwargs)
+            if not batch.rids:  # nobody's: SGLang's own, to capture a graph or to tune kernels
+                return original(*args, **kwargs)
             # Every rank sees the same rids, so all ranks capture or none does.
-            ours = [rid.startswith(self.settings.secret + ".") for rid in batch.rids or ()]
+            ours = [rid.startswith(self.settings.secret + ".") for rid in batch.rids]
             if self.keeper:
                 self.keeper.count(batch, ours)
             if not any(ours):

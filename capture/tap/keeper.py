@@ -85,7 +85,7 @@ class Keeper:
 
     def count(self, batch: Any, ours: list[bool]) -> None:
         """Count each request by its class, once, at its first chunk."""
-        for rid, prefix, mine in zip(batch.rids or (), batch.extend_prefix_lens_cpu, ours, strict=True):
+        for rid, prefix, mine in zip(batch.rids, batch.extend_prefix_lens_cpu, ours, strict=True):
             if rid in self.requests or (prefix and not mine):
                 continue
             self.seen[self._class_of(rid, mine)] += 1

@@ -40,9 +40,10 @@ class Keeper:
     def __init__(self) -> None:
         self.taken: list[list[torch.Tensor]] = []
         self.refused: list[str] = []
+        self.counted: list[list[bool]] = []
 
-    def count(self, _batch: Any, _ours: list[bool]) -> None:
-        pass
+    def count(self, _batch: Any, ours: list[bool]) -> None:
+        self.counted.append(ours)
 
     def take(self, _batch: Any, states: list[torch.Tensor]) -> None:
         self.taken.append(states)
@@ -112,6 +113,15 @@ def test_a_forward_without_lengths_runs_through() -> None:
     speculating.extend_seq_lens_cpu = None
     assert torch.equal(inner.forward(forward_batch=speculating), torch.full((3, 4), 2.0))
     assert keeper.taken == []
+
+
+def test_a_forward_of_nobody_runs_through() -> None:
+    """As SGLang makes them to capture graphs and to tune kernels: with lengths, without requests."""
+    inner, keeper = tapped()
+    made = batch()
+    made.rids = None
+    assert torch.equal(inner.forward(forward_batch=made), torch.full((3, 4), 2.0))
+    assert keeper.counted == []
 
 
 def test_sglangs_own_capture_keeps_its_result_and_the_request_fails() -> None:
