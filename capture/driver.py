@@ -42,7 +42,8 @@ BUSY_PAUSE = 0.5
 COMMIT_SECONDS = 0.25
 REPORT_SECONDS = 0.5
 DRAIN_SECONDS = 30.0
-KEPT = ("created", "input_hash", "probe", "alarms", "exported", "finished")  # of the manifest, by a run that goes on
+# Of the manifest, by a run that goes on; and what was drawn from, until this run draws something.
+KEPT = ("created", "input_hash", "limit", "earlier", "alarms", "exported", "finished")
 SAMPLE_EVENTS = 300  # retries and failures that the run's history has; the log has all
 
 
@@ -178,9 +179,11 @@ class Extraction:
         self._count()
         if self.progress.pending:
             probes = [self._pass_probe(*one, tokenizer) for one in zip(self.servers, self.taps, infos, strict=True)]
-            self.manifest.probe, *beside = map(msgspec.to_builtins, probes)
-            for described, found in zip(self.manifest.beside, beside, strict=True):
+            drawn = self._drawn(infos)
+            drawn.probe, *beside = map(msgspec.to_builtins, probes)
+            for described, found in zip(drawn.beside, beside, strict=True):
                 described.probe = found
+            self.manifest.draw_from(drawn)
             manifest.write_manifest(self.output, self.manifest)
         now = self.progress
         self.tell(
@@ -239,16 +242,19 @@ class Extraction:
             max_length=options.max_length,
             overlong=options.overlong,
             last_turn_only=options.last_turn_only,
+            prompt_column=options.prompt_column,
+            response_column=options.response_column,
             formats=sorted(self.job.formats),
         )
         kept: dict[str, Any] = {"created": time.time(), "input_hash": ""}
+        drawn = self._drawn(infos)
         self.resumed = (self.output / "manifest.json").exists()
         if self.resumed:
             earlier = manifest.read_manifest(self.output)
             if earlier.source:
                 raise manifest.ManifestError(f"{self.output} was exported from {earlier.source}; extract into that")
             manifest.require_same(earlier.settings, settings, self.output)
-            kept = {name: getattr(earlier, name) for name in KEPT}
+            kept, drawn = {name: getattr(earlier, name) for name in KEPT}, earlier
         made = manifest.Manifest(
             settings=settings,
             norms={
@@ -256,35 +262,55 @@ class Extraction:
                 for name in dump.state_names(len(tap.layers.boundaries))
             },
             input=self.job.rows,
-            sglang=tap.sglang,
-            layertap=self.job.layertap,
-            profile=self.job.server.profile,
-            server=_public(infos[0]),
-            beside=[
-                manifest.Beside(server.name, server.profile, _public(info))
-                for server, info in zip(self.servers[1:], infos[1:], strict=True)
-            ],
             updated=time.time(),
             **kept,
+            **manifest.described(drawn),
         )
         manifest.write_manifest(self.output, made)
         return made
+
+    def _drawn(self, infos: list[dict[str, Any]]) -> manifest.Drawn:
+        """What is drawn from now, not yet probed."""
+        first, *more = self.servers
+        return manifest.Drawn(
+            sglang=self.tap.sglang,
+            layertap=self.job.layertap,
+            profile=first.profile,
+            server=_public(infos[0]),
+            beside=[
+                manifest.Beside(server.name, server.profile, _public(info))
+                for server, info in zip(more, infos[1:], strict=True)
+            ],
+            gpus=[tap.gpu for tap in self.taps if tap.gpu],
+        )
+
+    def _limit(self, longest: int | None) -> int | None:
+        """How many tokens a sample may have. Rows that were read by another limit would be other rows."""
+        if self.job.options.max_length is not None:
+            return self.job.options.max_length
+        if not self.manifest.input_hash:
+            self.manifest.limit = longest
+        limit = self.manifest.limit or longest
+        if longest and limit and longest > limit and self.ledger.unused("overlong"):
+            self.say(
+                f"warning: rows of more than {limit:,} tokens stay out, as the server that this dataset was begun with "
+                "took no more; to have them, extract into a new folder"
+            )
+        return limit
 
     def _tokenise(self, tokenizer: Any, longest: int | None) -> None:
         """Tokenise the input unless it is the one that the ledger holds already.
 
         `longest` is what the servers take in one prompt, where they say it.
         """
-        now = read_hash(self.job.rows)
+        now, limit = read_hash(self.job.rows), self._limit(longest)
         if now == self.manifest.input_hash:
             self.say(f"{self.job.rows} is tokenised already")
             self._say_alarms()
             return
         self.progress.phase = "tokenising"
         self.report(self.progress)
-        options = self.job.options
-        if options.max_length is None:
-            options = msgspec.structs.replace(options, max_length=longest)
+        options = msgspec.structs.replace(self.job.options, max_length=limit)
         outcomes = tokenise(
             self.job.rows, tokenizer, options, vocab_size=len(tokenizer), workers=parallel.default_workers()
         )

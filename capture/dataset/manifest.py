@@ -40,6 +40,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_length: int | None
     overlong: str
     last_turn_only: bool
+    prompt_column: str | None = None
+    response_column: str | None = None
     formats: list[str]
 
 
@@ -60,19 +62,9 @@ class Beside(msgspec.Struct):
     probe: dict[str, Any] | None = None
 
 
-class Manifest(msgspec.Struct, kw_only=True):
-    """manifest.json. Hashes are sha256 in hex. `norms` says for each state whether the final norm was applied.
+class Drawn(msgspec.Struct, kw_only=True):
+    """What samples were drawn from: a server, those `beside` it, and the GPU of each one's first rank."""
 
-    `alarms`: what was odd about the rows when they were last read. `exported` are the formats that came later than the
-    extraction; `source` is the dataset that this one was exported from, None for one that was drawn. `finished` goes
-    by format.
-    """
-
-    format: int = FORMAT
-    settings: Settings
-    norms: dict[str, str]
-    input: str
-    input_hash: str
     sglang: str
     layertap: str
     profile: str
@@ -80,6 +72,24 @@ class Manifest(msgspec.Struct, kw_only=True):
     beside: list[Beside] = []
     probe: dict[str, Any] | None = None
     gpus: list[str] = []
+
+
+class Manifest(Drawn, kw_only=True):
+    """manifest.json. Hashes are sha256 in hex. `norms` says for each state whether the final norm was applied.
+
+    `earlier`: what was drawn from before, oldest first, where a run went on with another server. `limit`: how long a
+    sample may be where no --max-length was said, which is what the first server took. `alarms`: what was odd about the
+    rows when they were last read. `exported` are the formats that came later than the extraction; `source` is the
+    dataset that this one was exported from, None for one that was drawn. `finished` goes by format.
+    """
+
+    format: int = FORMAT
+    settings: Settings
+    norms: dict[str, str]
+    input: str
+    input_hash: str
+    limit: int | None = None
+    earlier: list[Drawn] = []
     counts: dict[str, int] = {}
     alarms: list[Alarm] = []
     exported: list[str] = []
@@ -93,6 +103,18 @@ class Manifest(msgspec.Struct, kw_only=True):
         """Every format that the dataset holds."""
         return sorted({*self.settings.formats, *self.exported})
 
+    def draw_from(self, now: Drawn) -> None:
+        """Name what the samples to come are drawn from; what others were drawn from is kept."""
+        if self.probe and now.probe and self.probe["run"] != now.probe["run"]:
+            self.earlier = [*self.earlier, Drawn(**described(self))]
+        for name, value in described(now).items():
+            setattr(self, name, value)
+
+
+def described(drawn: Drawn) -> dict[str, Any]:
+    """What was drawn from, field by field."""
+    return {name: getattr(drawn, name) for name in Drawn.__struct_fields__}
+
 
 # What `Settings` fields are called when they differ; the layers are compared by their boundaries.
 WORDS = {
@@ -105,6 +127,8 @@ WORDS = {
     "max_length": "--max-length",
     "overlong": "--overlong",
     "last_turn_only": "--last-turn-only",
+    "prompt_column": "--prompt-column",
+    "response_column": "--response-column",
     "formats": "--format",
 }
 

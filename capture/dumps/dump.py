@@ -67,7 +67,7 @@ class TapState(msgspec.Struct, kw_only=True):
     file system, in bytes; `slot_tokens` the rows that one arena slot holds; `dump_bytes` what dumps in flight may take
     beside the arena. `shared_forwards` counts those that held several requests of ours. `slot_wait_seconds` is the
     back-pressure: how long forwards have waited for a slot, all together. A server of several `replicas` has as many
-    taps.
+    taps. `gpu` is the one of the first rank, by name.
     """
 
     format: int = FORMAT
@@ -82,6 +82,7 @@ class TapState(msgspec.Struct, kw_only=True):
     hidden: int = 0
     dtype: str = ""
     bytes_per_token: int = 0
+    gpu: str | None = None
     ranks: int = 1
     replicas: int = 1
     slots: int = 0

@@ -54,6 +54,7 @@ class Tap:
             settings.folder, settings.secret, rank, lambda: boundaries_of(model, self.layers.serve_ids)
         )
         if rank == 0:
+            device = next(self.inner.parameters()).device
             self.keeper = Keeper(
                 settings,
                 TapState(
@@ -63,6 +64,7 @@ class Tap:
                     model=runner.server_args.model_path,
                     model_class=type(runner.model).__name__,
                     layers=self.layers,
+                    gpu=gpu_name(device),
                     ranks=get_tp_group().world_size,
                     replicas=replicas,
                     hidden=runner.model_config.hidden_size,
@@ -70,7 +72,7 @@ class Tap:
                     slot_tokens=forward_tokens(runner.server_args, runner.model_config.context_len),
                     reserve=settings.reserve,
                 ),
-                next(self.inner.parameters()).device,
+                device,
             )
             logger.info("layertap: the tap is in, drawing %s", self.layers.words())
 
@@ -133,6 +135,13 @@ class Tap:
         hidden = args[0] if args else kwargs["x"]
         residual = args[1] if len(args) > 1 else kwargs.get("residual")
         self.pre_norm = hidden.clone() if residual is None else hidden + residual
+
+
+def gpu_name(device: Any) -> str | None:
+    """What a GPU is called; None where the model is on none."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def replicas_of(server_args: Any) -> int:

@@ -98,6 +98,8 @@ def test_the_server_is_killed_launched_again_and_the_run_goes_on(
     assert "is dead; `layertap launch` it" in lost["reason"]
     layertap("extract", rows, "--output", output, code=None)  # refused in one way or another, and nothing is lost
     layertap("stop", server["id"])
-    layertap.json("launch", "embedded-llama", "--port", server["port"])
+    second = layertap.json("launch", "embedded-llama", "--port", server["port"])
     layertap("extract", rows, "--output", output)
     check(layertap, output, 250)
+    drawn = json.loads((output / "manifest.json").read_text())
+    assert [one["probe"]["run"] for one in (*drawn["earlier"], drawn)] == [server["id"], second["id"]]

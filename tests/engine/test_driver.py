@@ -70,6 +70,48 @@ def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
         asyncio.run(extraction._draw(lane, 0, 1, [1]))
 
 
+# --- How long a sample may be ---
+
+
+def limits(asked: int | None, kept: int | None, resumed: bool, overlong: int = 0) -> Any:
+    extraction: Any = object.__new__(Extraction)
+    extraction.job = SimpleNamespace(options=SimpleNamespace(max_length=asked))
+    extraction.manifest = SimpleNamespace(limit=kept, input_hash="ab" if resumed else "")
+    extraction.ledger = SimpleNamespace(unused=lambda why: ["a row"] * overlong if why == "overlong" else [])
+    extraction.said = []
+    extraction.say = extraction.said.append
+    return extraction
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept", "resumed", "server", "limit"),
+    [
+        (None, None, False, 100, 100),
+        (64, None, False, 100, 64),
+        (None, None, False, None, None),
+        (None, 100, True, 8000, 100),  # the rows were read by it
+        (None, 8000, True, 100, 8000),  # the gate says which of them this server does not take
+        (None, None, True, 100, 100),  # of a dataset that kept none
+    ],
+)
+def test_rows_are_read_by_one_limit(
+    asked: int | None, kept: int | None, resumed: bool, server: int | None, limit: int | None
+) -> None:
+    extraction = limits(asked, kept, resumed)
+    assert extraction._limit(server) == limit
+    assert extraction.manifest.limit == (server if not resumed and asked is None else kept)
+    assert extraction.said == []
+
+
+def test_rows_that_another_server_would_take_are_said_to_stay_out() -> None:
+    extraction = limits(None, 100, resumed=True, overlong=2)
+    assert extraction._limit(8000) == 100
+    (said,) = extraction.said
+    assert said.startswith("warning: rows of more than 100 tokens stay out, ")
+    assert extraction._limit(100) == 100
+    assert len(extraction.said) == 1
+
+
 # --- The probe before the first sample ---
 
 

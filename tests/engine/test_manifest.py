@@ -62,6 +62,8 @@ DIFFERENCES: dict[str, tuple[Any, str]] = {
     "max_length": (None, "--max-length was 4096, now None"),
     "overlong": ("truncate", "--overlong was skip, now truncate"),
     "last_turn_only": (True, "--last-turn-only was False, now True"),
+    "prompt_column": ("question", "--prompt-column was None, now question"),
+    "response_column": ("answer", "--response-column was None, now answer"),
     "formats": (["native"], "--format was native, specforge, now native"),
 }
 
@@ -126,6 +128,21 @@ def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "manifest.json").stat().st_mode) == 0o600
 
 
+def test_what_samples_were_drawn_from_is_kept() -> None:
+    """Of each server that a run went on with; one that is asked again, as it was, is named once."""
+    made = msgspec.structs.replace(MANIFEST, probe={"run": "one"})
+    made.draw_from(manifest.Drawn(sglang="0.5.23", layertap="0.1.0", profile="a", server={}, probe={"run": "one"}))
+    assert (made.earlier, made.profile) == ([], "a")
+    now = manifest.Drawn(
+        sglang="0.5.24", layertap="0.2.0", profile="b", server={"x": 1}, probe={"run": "two"}, gpus=["H"]
+    )
+    made.draw_from(now)
+    assert [(one.sglang, one.profile, one.probe) for one in made.earlier] == [("0.5.23", "a", {"run": "one"})]
+    assert (made.sglang, made.layertap, made.profile, made.server) == ("0.5.24", "0.2.0", "b", {"x": 1})
+    assert (made.probe, made.gpus, made.counts, made.created) == ({"run": "two"}, ["H"], {"written": 3}, 1.5)
+    assert msgspec.json.decode(msgspec.json.encode(made), type=Manifest) == made
+
+
 def test_what_is_not_known_yet_is_null(tmp_path: Path) -> None:
     manifest.write_manifest(tmp_path, MANIFEST)
     written = json.loads((tmp_path / "manifest.json").read_text())
@@ -146,7 +163,7 @@ def test_no_manifest_no_dataset(tmp_path: Path) -> None:
         (b"{", ": Input data was truncated"),
         (b"[]", ": Expected `object`, got `array`"),
         (b"\xff", ": JSON is malformed: invalid character (byte 0)"),
-        (b'{"format": 1}', ": Object missing required field `settings`"),
+        (b'{"format": 1}', ": Object missing required field `sglang`"),
         (msgspec.json.encode(msgspec.structs.replace(MANIFEST, format=2)), " has format 2, this version reads 1"),
     ],
 )
