@@ -88,6 +88,10 @@ class Drawer:
         except TimeoutError:
             self.check_alive()
             raise DrawError(f"the server answered, but no dump came within {DUMP_SECONDS:.0f} s") from None
+        except BaseException:
+            if line.done() and not line.cancelled() and not line.exception():  # the dump is whole, its answer was lost
+                dump.remove(dump.request_folder(self.dump_dir, line.result().n))
+            raise
         finally:
             self.waiting.pop(rid, None)
         folder = dump.request_folder(self.dump_dir, found.n)
