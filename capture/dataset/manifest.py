@@ -105,10 +105,15 @@ class Manifest(Drawn, kw_only=True):
 
     def draw_from(self, now: Drawn) -> None:
         """Name what the samples to come are drawn from; what others were drawn from is kept."""
-        if self.probe and now.probe and self.probe["run"] != now.probe["run"]:
+        if self.probe and _runs(self) != _runs(now):
             self.earlier = [*self.earlier, Drawn(**described(self))]
         for name, value in described(now).items():
             setattr(self, name, value)
+
+
+def _runs(drawn: Drawn) -> set[str]:
+    """The servers' runs, the first one's as its probe names it."""
+    return {*([drawn.probe["run"]] if drawn.probe else []), *(one.run for one in drawn.beside)}
 
 
 def described(drawn: Drawn) -> dict[str, Any]:

@@ -141,6 +141,8 @@ def test_what_samples_were_drawn_from_is_kept() -> None:
     assert (made.sglang, made.layertap, made.profile, made.server) == ("0.5.24", "0.2.0", "b", {"x": 1})
     assert (made.probe, made.gpus, made.counts, made.created) == ({"run": "two"}, ["H"], {"written": 3}, 1.5)
     assert msgspec.json.decode(msgspec.json.encode(made), type=Manifest) == made
+    made.draw_from(msgspec.structs.replace(now, beside=[manifest.Beside("three", "b", {})]))
+    assert [one.probe for one in made.earlier] == [{"run": "one"}, {"run": "two"}]
 
 
 def test_what_is_not_known_yet_is_null(tmp_path: Path) -> None:
