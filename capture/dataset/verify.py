@@ -14,7 +14,7 @@ from capture.dataset import formats
 from capture.dataset.finish import is_finished
 from capture.dataset.formats.files import checksum
 from capture.dataset.ledger import Ledger, Sample, WrittenFile
-from capture.dataset.manifest import Manifest, read_manifest
+from capture.dataset.manifest import Manifest, ManifestError, read_manifest
 from capture.dumps.dump import Buffer, read_into
 from capture.dumps.verify import (
     SCHEMA,
@@ -107,9 +107,11 @@ def verify_dataset(
 
     In format `only` alone, if given; `most` samples, chosen at random, if given. What lies beside the samples' files
     is verified too, and files that belong to no sample are named. Raises ManifestError or LedgerError where `output`
-    is no dataset.
+    is no dataset, ManifestError where it does not hold `only`.
     """
     manifest = read_manifest(output)
+    if only is not None and only not in manifest.formats:  # no file of it would be read, and every sample be verified
+        raise ManifestError(f"{output} holds no {only}, only {', '.join(manifest.formats)}")
     names = [name for name in manifest.formats if only in (None, name)]
     reader = Reader(output, manifest)
     with Ledger(output, read_only=True) as ledger:
