@@ -33,7 +33,7 @@ from capture.rows import alarms, parallel
 from capture.rows.files import read_hash
 from capture.rows.tokenise import Outcome, RowOptions, load_tokenizer, tokenise
 from capture.server import Server, ServerGone
-from capture.stop import Stop, cannot_write, is_full
+from capture.stop import Stop, cannot_write, is_busy, is_full
 
 ATTEMPTS = 3
 BACK_OFF = 0.3  # seconds before the second attempt, four times as many before each further one
@@ -541,7 +541,8 @@ class Extraction:
             try:
                 self._commit()
             except (OSError, sqlite3.OperationalError) as error:
-                self._stop(cannot_write(self.output, error))
+                if not is_busy(error):  # else the changes are kept until the next time
+                    self._stop(cannot_write(self.output, error))
 
     def _commit(self) -> None:
         changes, self.changes = self.changes, []

@@ -1,8 +1,9 @@
-"""The driver's patience with writers that are too slow: it waits for a slot, and counts no attempt."""
+"""The driver's patience: with writers that are too slow, which counts no attempt, and with a ledger that is held."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 import pytest
 
 from capture import driver
+from capture.dataset.ledger import Change, Ledger
 from capture.draw import DrawError
 from capture.driver import Extraction
 from capture.dumps import dump
 from capture.layers import Layers
 from capture.probe import DENSE, Probed
+from capture.rows.tokenise import Row
 from capture.server import ServerGone
+from capture.stop import Stop
 
 
 class Lane:
@@ -67,6 +71,57 @@ def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
         monkeypatch.setattr(driver, "BUSY_SECONDS", -1.0)
     with pytest.raises(DrawError, match="busy"):
         asyncio.run(extraction._draw(lane, 0, 1, [1]))
+
+
+# --- A ledger that somebody else has ---
+
+
+@pytest.fixture
+def committing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An extraction with a change to commit, whose ledger `holder` has, as one does who reads in it for long."""
+    monkeypatch.setattr(driver, "COMMIT_SECONDS", 0.0)
+    extraction: Any = object.__new__(Extraction)
+    extraction.output, extraction.stopping = tmp_path, None
+    extraction.lanes = SimpleNamespace(wake=lambda: None)
+    extraction.progress, extraction.report = driver.Progress(phase="", output=""), lambda _progress: None
+    extraction.changes = [Change(0, "sent", 1)]
+    with Ledger(tmp_path) as extraction.ledger, Ledger(tmp_path, read_only=True) as holder:
+        extraction.ledger.add([Row("rows.jsonl", 1, [5], [1], False)])
+        extraction.ledger.db.execute("PRAGMA busy_timeout = 1")
+        holder.db.execute("BEGIN")
+        holder.counts()
+        extraction.holder = holder.db
+        yield extraction
+
+
+def test_what_cannot_be_committed_just_now_is_committed_later(committing: Any) -> None:
+    tried, commit = [], committing._commit
+
+    def commit_and_note() -> None:
+        tried.append(committing.stopping)
+        commit()
+
+    async def go() -> None:
+        keeper = asyncio.create_task(committing._commit_often())
+        while len(tried) < 3:
+            await asyncio.sleep(0)
+        assert committing.ledger.counts()["pending"] == 1
+        committing.holder.execute("COMMIT")
+        while committing.changes:
+            await asyncio.sleep(0)
+        keeper.cancel()
+
+    committing._commit = commit_and_note
+    asyncio.run(go())
+    assert (committing.stopping, committing.ledger.counts()["sent"]) == (None, 1)
+
+
+def test_what_cannot_be_committed_at_the_end_ends_the_run(committing: Any, tmp_path: Path) -> None:
+    with pytest.raises(Stop) as stopped:
+        committing._finish()
+    assert str(stopped.value) == (
+        f"another program holds the ledger of {tmp_path}; nothing is lost: give the same command again"
+    )
 
 
 # --- The probe before the first sample ---
