@@ -31,6 +31,7 @@ ROLES = {
     "system": "system",
 }
 """ShareGPT's `from` -> role."""
+COLUMNS = ("input_ids", "loss_mask", "messages", "conversations", "prompt", "response")
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 _TEXT_ONLY = "only text can be drawn yet; leave the row out, or keep its text alone"
 
@@ -134,7 +135,7 @@ def tokenise(
     once a row needs one. More than one of `workers` are processes that share the work.
     """
     encoder = Encoder(tokenizer, options, vocab_size or len(tokenizer))
-    rows = files.read(path)
+    rows = files.read(path, encoder.columns)
     return map(encoder, rows) if workers < 2 else parallel.ordered(encoder, rows, workers)
 
 
@@ -145,6 +146,12 @@ class Encoder:
         self.options, self.vocab_size = options, vocab_size
         self.template = ChatTemplate(tokenizer)
         self.bos = tokenizer.bos_token_id
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that a row may be made of."""
+        named = [name for name in (self.options.prompt_column, self.options.response_column) if name is not None]
+        return [*(named or COLUMNS), "tools", *MEDIA_COLUMNS]
 
     def __call__(self, read: tuple[str, int, Raw]) -> Outcome:
         """What becomes of a row, whole or as far as it was read. Raises `InputError` for what concerns all rows."""
