@@ -32,6 +32,7 @@ from capture.locks import lock
 from capture.rows import alarms, parallel
 from capture.rows.files import read_hash
 from capture.rows.tokenise import Outcome, RowOptions, load_tokenizer, tokenise
+from capture.rows.vocabulary import vocabulary_size
 from capture.server import Server, ServerGone
 from capture.stop import Stop, cannot_write, is_busy, is_full
 
@@ -285,9 +286,8 @@ class Extraction:
         options = self.job.options
         if options.max_length is None:
             options = msgspec.structs.replace(options, max_length=longest)
-        outcomes = tokenise(
-            self.job.rows, tokenizer, options, vocab_size=len(tokenizer), workers=parallel.default_workers()
-        )
+        size = vocabulary_size(self.job.server.model, tokenizer)
+        outcomes = tokenise(self.job.rows, tokenizer, options, vocab_size=size, workers=parallel.default_workers())
         found = alarms.Alarms()
         added = self.ledger.add(self._report_rows(found.watch(outcomes, options)))
         self.manifest.input_hash, self.manifest.alarms = now, found.all()

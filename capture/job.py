@@ -31,6 +31,7 @@ from capture.locks import Busy, lock
 from capture.rows import parallel, plan
 from capture.rows.chat import InputError
 from capture.rows.tokenise import Encoder, RowOptions, load_tokenizer, tokenise
+from capture.rows.vocabulary import vocabulary_size
 from capture.server import Server, ServerGone
 from capture.stop import Stop
 
@@ -201,13 +202,14 @@ def run_plan(job: PlanJob) -> tuple[int, Any]:
     chosen = {name: formats.find(name) for name in job.formats}
     hidden, itemsize = model_size(job.model)
     tokenizer = load_tokenizer(job.model, job.trust_remote_code)
+    vocabulary = vocabulary_size(job.model, tokenizer)
     if job.show:
-        encoder = Encoder(tokenizer, job.options, len(tokenizer))
+        encoder = Encoder(tokenizer, job.options, vocabulary)
         shown = plan.show_rows(job.rows, encoder, job.show, tokenizer)
         return (1 if any(row.reason for row in shown) else 0), {"schema": 1, "shown": shown}
     sizes = {name: float(found.bytes_per_token(hidden, job.layers, itemsize)) for name, found in chosen.items()}
     made = plan.make_plan(
-        tokenise(job.rows, tokenizer, job.options, vocab_size=len(tokenizer), workers=parallel.default_workers()),
+        tokenise(job.rows, tokenizer, job.options, vocab_size=vocabulary, workers=parallel.default_workers()),
         sizes,
         Path(job.output) if job.output else None,
         tokenizer,

@@ -19,6 +19,7 @@ from capture.rows import files, parallel
 from capture.rows.chat import ChatTemplate, Encoded, InputError, Message, Refused, first_line
 from capture.rows.files import Raw
 from capture.rows.json_rows import kind_of, parse_line
+from capture.rows.vocabulary import tokens_end
 
 ROLES = {
     "human": "user",
@@ -130,11 +131,11 @@ def tokenise(
     """Every row of an input (see `files.py`), in its order.
 
     Lazy: nothing is opened before the first row is asked for, and all but a JSON array is read as it goes. Ids must be
-    below `vocab_size`, the rows of the model's embedding; by default below the tokenizer's own size. Raises
-    `InputError` for an input that is missing, empty or cannot be read on, and for a tokenizer without a chat template
-    once a row needs one. More than one of `workers` are processes that share the work.
+    below `vocab_size`, the rows of the model's embedding (see `vocabulary.py`); by default the tokenizer must have
+    them. Raises `InputError` for an input that is missing, empty or cannot be read on, and for a tokenizer without a
+    chat template once a row needs one. More than one of `workers` are processes that share the work.
     """
-    encoder = Encoder(tokenizer, options, vocab_size or len(tokenizer))
+    encoder = Encoder(tokenizer, options, vocab_size or tokens_end(tokenizer))
     rows = files.read(path, encoder.columns)
     return map(encoder, rows) if workers < 2 else parallel.ordered(encoder, rows, workers)
 

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from capture import driver
 from capture.dataset.ledger import Change, Ledger
@@ -17,7 +19,7 @@ from capture.driver import Extraction
 from capture.dumps import dump
 from capture.layers import Layers
 from capture.probe import DENSE, Probed
-from capture.rows.tokenise import Row
+from capture.rows.tokenise import Row, RowOptions
 from capture.server import ServerGone
 from capture.stop import Stop
 
@@ -122,6 +124,27 @@ def test_what_cannot_be_committed_at_the_end_ends_the_run(committing: Any, tmp_p
     assert str(stopped.value) == (
         f"another program holds the ledger of {tmp_path}; nothing is lost: give the same command again"
     )
+
+
+# --- The rows ---
+
+
+def test_the_models_vocabulary_counts_and_not_its_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input_ids": [5, 2999], "loss_mask": [0, 1]}\n{"input_ids": [5, 3000], "loss_mask": [0, 1]}\n')
+    (tmp_path / "config.json").write_text('{"vocab_size": 3000}')
+    (tmp_path / "set").mkdir()
+    extraction: Any = object.__new__(Extraction)
+    server = SimpleNamespace(model=str(tmp_path))
+    extraction.job = SimpleNamespace(rows=str(rows), options=RowOptions(), server=server)
+    extraction.output, extraction.progress = tmp_path, driver.Progress(phase="", output="")
+    extraction.manifest = SimpleNamespace(input_hash="")
+    extraction.report = extraction.say = lambda _what: None
+    monkeypatch.setattr(driver.manifest, "write_manifest", lambda _output, _manifest: None)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, "a")))
+    with Ledger(tmp_path / "set") as extraction.ledger:
+        extraction._tokenise(tokenizer, None)
+        assert [extraction.ledger.tokens(sample)[0] for sample in extraction.ledger.samples()] == [[5, 2999]]
 
 
 # --- The probe before the first sample ---
