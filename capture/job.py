@@ -29,7 +29,7 @@ from capture.dumps import dump, verify
 from capture.dumps.verify_folder import is_dumps, verify_dumps
 from capture.locks import Busy, lock
 from capture.rows import parallel, plan
-from capture.rows.chat import InputError
+from capture.rows.chat import InputError, first_line
 from capture.rows.tokenise import Encoder, RowOptions, load_tokenizer, tokenise
 from capture.rows.vocabulary import vocabulary_size
 from capture.server import Server, ServerGone
@@ -139,13 +139,17 @@ def run_try(job: TryJob) -> tuple[int, Any]:
 
 
 def prompt_ids(tokenizer: Any, job: TryJob) -> list[int]:
-    """The prompt's token ids. Raises InputError for one without tokens."""
+    """The prompt's token ids. Raises InputError for one without tokens, or that the chat template cannot render."""
+    text = job.text
     if job.chat:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": job.text}], tokenize=False, add_generation_prompt=True
-        )
-    else:
-        text = job.text
+        if not tokenizer.chat_template:
+            raise InputError(f"{job.server.model} has no chat template; give the prompt as plain text, without --chat")
+        try:
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": job.text}], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # templates raise what they like
+            raise InputError(f"the chat template cannot render the prompt: {first_line(error)}") from error
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids:
         raise InputError("the prompt has no tokens; give some text")

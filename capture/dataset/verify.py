@@ -269,6 +269,10 @@ def _belonging_to_none(
                 path = str(Path(folder, file).relative_to(output))
                 if not file.endswith(kind) or file.startswith(".") or path in known:
                     continue
-                owner = owners.of(name, checksum(output / path)[1])
+                try:
+                    owner = owners.of(name, checksum(output / path)[1])
+                except OSError as error:  # as of a link to what is gone
+                    yield Failure(None, name, f"{path} belongs to no sample: {error.strerror}; remove it")
+                    continue
                 of_whom = "belongs to no sample" if owner is None else f"is a copy of the file of sample {owner}"
                 yield Failure(owner, name, f"{path} {of_whom}; remove it")

@@ -236,6 +236,14 @@ def test_some_samples_chosen_at_random(dataset: Path) -> None:
     assert verify_dataset(dataset, most=99).samples == SAMPLES
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_link_to_nothing(dataset: Path, name: str) -> None:
+    path = FORMATS[name].path(99)
+    (dataset / path).symlink_to("nothing")
+    why = f"{path} belongs to no sample: No such file or directory; remove it"
+    assert failures(dataset) == [(None, name, why)]
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 def test_the_folder_of_a_format_that_the_dataset_does_not_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
