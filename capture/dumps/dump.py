@@ -26,6 +26,8 @@ from capture.layers import Layers
 
 FORMAT = 1
 TAIL = 1 << 20  # bytes at the end of dumps.jsonl in which its last line begins
+# Of tap.json, what is added up over the replicas of a server, beside `seen`.
+COUNTERS = ("slots", "slots_free", "dump_bytes", "writers_lost", "shared_forwards", "failed", "slot_wait_seconds")
 
 
 class DumpError(Exception):
@@ -159,10 +161,11 @@ def read_tap(dump_dir: Path) -> TapState | None:
         return None
     first = taps[0]
     for other in taps[1:]:
-        for name in ("slots", "slots_free", "dump_bytes", "writers_lost", "failed", "slot_wait_seconds"):
+        for name in COUNTERS:
             setattr(first, name, getattr(first, name) + getattr(other, name))
         first.writer_pids = [*first.writer_pids, *other.writer_pids]
-        first.seen = {name: count + other.seen.get(name, 0) for name, count in first.seen.items()}
+        classes = dict.fromkeys([*first.seen, *other.seen])  # one may have seen what the first has not
+        first.seen = {name: first.seen.get(name, 0) + other.seen.get(name, 0) for name in classes}
     return first
 
 

@@ -361,16 +361,19 @@ def test_a_full_file_system_leaves_the_old_json(tmp_path: Path) -> None:
 
 def test_the_tap_of_a_server_of_replicas_is_there_once_all_of_them_are(tmp_path: Path) -> None:
     assert dump.tap_folders(tmp_path) == [tmp_path]
-    seen = {"ours": 3, "health": 1}
+    seen = {"ours": 3, "health": 1}, {"ours": 3, "health": 1, "stranger": 2}
     for k in (0, 1):
-        state = msgspec.structs.replace(TAP, pid=50 + k, replicas=2, slots=4, failed=k, seen=seen, writer_pids=[60 + k])
+        state = msgspec.structs.replace(
+            TAP, pid=50 + k, replicas=2, slots=4, failed=k, seen=seen[k], writer_pids=[60 + k], shared_forwards=4 + k
+        )
         (tmp_path / f"replica_{k}").mkdir()
         assert dump.read_tap(tmp_path) is None
         dump.write_json(tmp_path / f"replica_{k}" / "tap.json", state)
     whole = dump.read_tap(tmp_path)
     assert whole is not None
     assert (whole.pid, whole.slots, whole.failed, whole.writer_pids) == (50, 8, 1, [60, 61])
-    assert whole.seen == {"ours": 6, "health": 2}
+    assert whole.seen == {"ours": 6, "health": 2, "stranger": 2}
+    assert whole.shared_forwards == 9
     absent = msgspec.structs.replace(TAP, inside=False, error="no such layer")
     dump.write_json(tmp_path / "tap.json", absent)
     assert dump.read_tap(tmp_path) == absent, "why one of them is not in goes before what the others are"
