@@ -42,7 +42,10 @@ def tokens_in_flight(server: Server, tap: TapState, share: int = 1) -> int:
 
 
 class Drawer:
-    """One drawer a server at a time (`lock`); an async context that follows dumps.jsonl while it is open."""
+    """One drawer a server, or one of its replicas, at a time (`lock`), since it deletes what is not its own.
+
+    An async context that follows dumps.jsonl while it is open, from where that ends then.
+    """
 
     def __init__(self, server: Server, tap: TapState, name: str | None = None) -> None:
         self.server, self.tap = server, tap
@@ -62,7 +65,13 @@ class Drawer:
             connector=aiohttp.TCPConnector(limit=CONNECTIONS, keepalive_timeout=KEEP_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
         )
-        self.follower = asyncio.create_task(self._follow())
+        journal = Journal(self.dump_dir)
+        try:
+            journal.skip()  # first: what an earlier drawer asked for, and comes only now, is deleted by `_deliver`
+            await asyncio.to_thread(dump.remove_settled, self.dump_dir)
+        except (OSError, dump.DumpError) as error:
+            self._break(error)
+        self.follower = asyncio.create_task(self._follow(journal))
         return self
 
     async def __aexit__(
@@ -123,18 +132,20 @@ class Drawer:
         if not self.scheduler.alive() or not self.server.process.alive():
             raise ServerGone(f"the server {self.server.run} is dead; `layertap launch` it, then give the command again")
 
-    async def _follow(self) -> None:
-        journal = Journal(self.dump_dir)
+    async def _follow(self, journal: Journal) -> None:
         try:
             while True:
                 for line in journal.read():
                     self._deliver(line)
                 await asyncio.sleep(FOLLOW_SECONDS)
         except (OSError, dump.DumpError) as error:
-            self.broken = DrawError(f"dumps.jsonl cannot be followed any more: {error}", hopeless=True)
-            for waiting in self.waiting.values():
-                if not waiting.done():
-                    waiting.set_exception(self.broken)
+            self._break(error)
+
+    def _break(self, error: Exception) -> None:
+        self.broken = DrawError(f"dumps.jsonl cannot be followed any more: {error}", hopeless=True)
+        for waiting in self.waiting.values():
+            if not waiting.done():
+                waiting.set_exception(self.broken)
 
     def _deliver(self, line: dump.Line) -> None:
         waiting = self.waiting.get(line.rid)

@@ -32,8 +32,9 @@ from capture.locks import lock
 from capture.rows import alarms, parallel
 from capture.rows.files import read_hash
 from capture.rows.tokenise import Outcome, RowOptions, load_tokenizer, tokenise
+from capture.rows.vocabulary import vocabulary_size
 from capture.server import Server, ServerGone
-from capture.stop import Stop, cannot_write, is_full
+from capture.stop import Stop, cannot_write, is_busy, is_full
 
 ATTEMPTS = 3
 BACK_OFF = 0.3  # seconds before the second attempt, four times as many before each further one
@@ -311,9 +312,8 @@ class Extraction:
         self.progress.phase = "tokenising"
         self.report(self.progress)
         options = msgspec.structs.replace(self.job.options, max_length=limit)
-        outcomes = tokenise(
-            self.job.rows, tokenizer, options, vocab_size=len(tokenizer), workers=parallel.default_workers()
-        )
+        size = vocabulary_size(self.job.server.model, tokenizer)
+        outcomes = tokenise(self.job.rows, tokenizer, options, vocab_size=size, workers=parallel.default_workers())
         found = alarms.Alarms()
         added = self.ledger.add(self._report_rows(found.watch(outcomes, options)))
         self.manifest.input_hash, self.manifest.alarms = now, found.all()
@@ -570,7 +570,8 @@ class Extraction:
             try:
                 self._commit()
             except (OSError, sqlite3.OperationalError) as error:
-                self._stop(cannot_write(self.output, error))
+                if not is_busy(error):  # else the changes are kept until the next time
+                    self._stop(cannot_write(self.output, error))
 
     def _commit(self) -> None:
         changes, self.changes = self.changes, []

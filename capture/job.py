@@ -29,8 +29,9 @@ from capture.dumps import dump, verify
 from capture.dumps.verify_folder import is_dumps, verify_dumps
 from capture.locks import Busy, lock
 from capture.rows import parallel, plan
-from capture.rows.chat import InputError
+from capture.rows.chat import InputError, first_line
 from capture.rows.tokenise import Encoder, RowOptions, load_tokenizer, tokenise
+from capture.rows.vocabulary import vocabulary_size
 from capture.server import Server, ServerGone
 from capture.stop import Stop
 
@@ -138,13 +139,17 @@ def run_try(job: TryJob) -> tuple[int, Any]:
 
 
 def prompt_ids(tokenizer: Any, job: TryJob) -> list[int]:
-    """The prompt's token ids. Raises InputError for one without tokens."""
+    """The prompt's token ids. Raises InputError for one without tokens, or that the chat template cannot render."""
+    text = job.text
     if job.chat:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": job.text}], tokenize=False, add_generation_prompt=True
-        )
-    else:
-        text = job.text
+        if not tokenizer.chat_template:
+            raise InputError(f"{job.server.model} has no chat template; give the prompt as plain text, without --chat")
+        try:
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": job.text}], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # templates raise what they like
+            raise InputError(f"the chat template cannot render the prompt: {first_line(error)}") from error
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids:
         raise InputError("the prompt has no tokens; give some text")
@@ -201,13 +206,14 @@ def run_plan(job: PlanJob) -> tuple[int, Any]:
     chosen = {name: formats.find(name) for name in job.formats}
     hidden, itemsize = model_size(job.model)
     tokenizer = load_tokenizer(job.model, job.trust_remote_code)
+    vocabulary = vocabulary_size(job.model, tokenizer)
     if job.show:
-        encoder = Encoder(tokenizer, job.options, len(tokenizer))
+        encoder = Encoder(tokenizer, job.options, vocabulary)
         shown = plan.show_rows(job.rows, encoder, job.show, tokenizer)
         return (1 if any(row.reason for row in shown) else 0), {"schema": 1, "shown": shown}
     sizes = {name: float(found.bytes_per_token(hidden, job.layers, itemsize)) for name, found in chosen.items()}
     made = plan.make_plan(
-        tokenise(job.rows, tokenizer, job.options, vocab_size=len(tokenizer), workers=parallel.default_workers()),
+        tokenise(job.rows, tokenizer, job.options, vocab_size=vocabulary, workers=parallel.default_workers()),
         sizes,
         Path(job.output) if job.output else None,
         tokenizer,

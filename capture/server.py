@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -60,12 +61,12 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         return self.run if self.replica is None else f"{self.run} replica {self.replica}"
 
     def info(self, seconds: float = 30.0) -> dict[str, Any]:
-        """`/server_info`: the resolved arguments. Raises ServerGone where nobody answers."""
+        """`/server_info`: the resolved arguments. Raises ServerGone where nobody answers, or not to the end."""
         request = urllib.request.Request(f"{self.url}/server_info", headers=self.headers)
         try:
             with urllib.request.urlopen(request, timeout=seconds) as answer:
                 return dict(json.load(answer))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise ServerGone(f"{self.url}/server_info does not answer: {error}") from error
 
 

@@ -17,6 +17,8 @@ class Stop(Exception):
 
 def cannot_write(output: Path, error: BaseException) -> Stop:
     """How a run ends whose output cannot be written."""
+    if is_busy(error):
+        return Stop(1, f"another program holds the ledger of {output}; nothing is lost: give the same command again")
     what = "is full" if is_full(error) else f"cannot be written: {getattr(error, 'strerror', error)}"
     return Stop(1, f"{output} {what}; nothing is lost: make room and give the same command again")
 
@@ -26,3 +28,8 @@ def is_full(error: BaseException) -> bool:
     if isinstance(error, sqlite3.OperationalError):
         return error.sqlite_errorcode == sqlite3.SQLITE_FULL
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_busy(error: BaseException) -> bool:
+    """Whether an error says that somebody else had the ledger for as long as SQLite waits; it may be free by now."""
+    return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode == sqlite3.SQLITE_BUSY

@@ -148,9 +148,8 @@ def _matched(a: Ledger, b: Ledger) -> tuple[list[tuple[int, int]], list[int], li
 
     By key; where no key is the same, by token ids, so that a sample with another loss mask is told as that.
     """
-    by_key = "SELECT key, occurrence, sample FROM samples WHERE state = 'written' ORDER BY sample"
-    in_a = {(key, occurrence): number for key, occurrence, number in a.db.execute(by_key)}
-    in_b = {(key, occurrence): number for key, occurrence, number in b.db.execute(by_key)}
+    in_a = {(key, occurrence): number for number, key, occurrence in a.written_keys()}
+    in_b = {(key, occurrence): number for number, key, occurrence in b.written_keys()}
     pairs = [(number, in_b.pop(place)) for place, number in in_a.items() if place in in_b]
     paired = {number for number, _ in pairs}
     left = defaultdict[bytes, list[int]](list)

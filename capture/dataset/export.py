@@ -32,6 +32,7 @@ from capture.dataset.verify import Reader
 from capture.dumps.verify import FAILURES_SHOWN, Deviation, Failure, VerificationError, check_states
 from capture.in_order import in_order
 from capture.locks import lock
+from capture.rows.vocabulary import model_vocabulary
 from capture.stop import cannot_write, is_full
 
 THREADS = min(4, os.cpu_count() or 1)
@@ -160,13 +161,12 @@ def draft_vocabulary(manifest: Manifest, job: ExportJob) -> formats.DraftVocabul
             raise ManifestError(f"--format {name}: it takes no maps of a drafter's vocabulary; export it without")
     path = Path(manifest.settings.model) / "config.json"
     try:
-        config = msgspec.json.decode(path.read_bytes())
+        size = model_vocabulary(path.parent)
     except (OSError, msgspec.MsgspecError) as error:
         raise ManifestError(
             f"--draft-vocab: the size of the model's vocabulary is not known; {path}: {error}"
         ) from error
-    size = (config.get("text_config") or config).get("vocab_size")
-    if not isinstance(size, int) or not 1 <= job.draft_vocab <= size:
+    if size is None or not 1 <= job.draft_vocab <= size:
         raise ManifestError(f"--draft-vocab {job.draft_vocab:,}: {path} has a vocab_size of {size}")
     return formats.DraftVocabulary(job.draft_vocab, size)
 

@@ -14,7 +14,7 @@ from capture.dataset.manifest import Manifest, read_manifest
 from capture.dataset.verify import check_sample
 from capture.dumps import dump
 from capture.dumps.verify import Failure
-from capture.rows.chat import InputError
+from capture.rows.chat import InputError, decode
 from capture.rows.tokenise import load_tokenizer
 
 MOST_TOKENS = 4096
@@ -171,4 +171,4 @@ def _texts(model: str, trusted_model: str | None, ids: list[int]) -> tuple[list[
         tokenizer = load_tokenizer(model, trust_remote_code=model == trusted_model)
     except InputError as error:
         return [None] * len(ids), str(error)
-    return [tokenizer.decode([number]) for number in ids], None
+    return [decode(tokenizer, [number]) for number in ids], None

@@ -57,6 +57,7 @@ CREATE TABLE IF NOT EXISTS unused (
 """
 FIND = "SELECT sample FROM samples WHERE key = ? AND occurrence = ?"
 CACHE_KIB = 64 << 10  # of pages; keys come in no order, and those of a million samples fit
+PAGE = 1000  # rows that are read at once: no commit gets in while a statement is open, and SQLite waits 5 s for it
 
 
 class LedgerError(Exception):
@@ -234,7 +235,7 @@ class Ledger:
         last = -1
         where = f"state IN ({','.join('?' * len(states))}) AND" if states else ""
         while True:
-            batch = list(self._samples(f"WHERE {where} sample > ? ORDER BY sample LIMIT 1000", *states, last))
+            batch = list(self._samples(f"WHERE {where} sample > ? ORDER BY sample LIMIT {PAGE}", *states, last))
             yield from batch
             if not batch:
                 return
@@ -316,9 +317,27 @@ class Ledger:
         )
 
     def all_files(self) -> Iterator[tuple[int, WrittenFile]]:
-        """The files of all samples."""
-        for number, *row in self.db.execute("SELECT sample, format, path, bytes, xxh3 FROM files"):
-            yield number, WrittenFile(*row)
+        """The files of all samples, by number; the driver may write meanwhile."""
+        last = -1, ""
+        while batch := self.db.execute(
+            "SELECT sample, format, path, bytes, xxh3 FROM files WHERE (sample, format) > (?, ?) "
+            f"ORDER BY sample, format LIMIT {PAGE}",
+            last,
+        ).fetchall():
+            for number, *row in batch:
+                yield number, WrittenFile(*row)
+            last = batch[-1][:2]
+
+    def written_keys(self) -> Iterator[tuple[int, str, int]]:
+        """Number, key and occurrence of the written samples, by number; the driver may write meanwhile."""
+        last = -1
+        while batch := self.db.execute(
+            "SELECT sample, key, occurrence FROM samples WHERE state = 'written' AND sample > ? "
+            f"ORDER BY sample LIMIT {PAGE}",
+            (last,),
+        ).fetchall():
+            yield from batch
+            last = batch[-1][0]
 
     def written_in(self, name: str) -> int:
         """How many samples have a file in a format."""

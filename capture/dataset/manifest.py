@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from capture.rows.alarms import Alarm
 
 FORMAT = 1
 STRETCH = 1 << 16  # bytes
+SCRATCH = re.compile(r"\.manifest\.json\.\d+")  # what `write_json` leaves where it is killed
 NORMS = {"final": "after the final norm", "last": "before the final norm"}
 
 
@@ -185,7 +187,7 @@ def take_folder(output: Path, allow_volatile: bool, say: Callable[[str], None]) 
     there = [entry.name for entry in output.iterdir()] if output.is_dir() else []
     if "pull.json" in there:
         raise ManifestError(f"{output} is a copy that was pulled; write into the dataset that it came from")
-    if there and "manifest.json" not in there and there != [".lock"]:
+    if "manifest.json" not in there and not all(name == ".lock" or SCRATCH.fullmatch(name) for name in there):
         raise ManifestError(f"{output} is not empty and holds no dataset; give a new or empty folder")
     try:
         output.mkdir(parents=True, exist_ok=True)

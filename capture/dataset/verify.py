@@ -14,7 +14,7 @@ from capture.dataset import formats
 from capture.dataset.finish import is_finished
 from capture.dataset.formats.files import checksum
 from capture.dataset.ledger import Ledger, Sample, WrittenFile
-from capture.dataset.manifest import Manifest, read_manifest
+from capture.dataset.manifest import Manifest, ManifestError, read_manifest
 from capture.dumps.dump import Buffer, read_into
 from capture.dumps.verify import (
     SCHEMA,
@@ -107,9 +107,11 @@ def verify_dataset(
 
     In format `only` alone, if given; `most` samples, chosen at random, if given. What lies beside the samples' files
     is verified too, and files that belong to no sample are named. Raises ManifestError or LedgerError where `output`
-    is no dataset.
+    is no dataset, ManifestError where it does not hold `only`.
     """
     manifest = read_manifest(output)
+    if only is not None and only not in manifest.formats:  # no file of it would be read, and every sample be verified
+        raise ManifestError(f"{output} holds no {only}, only {', '.join(manifest.formats)}")
     names = [name for name in manifest.formats if only in (None, name)]
     reader = Reader(output, manifest)
     with Ledger(output, read_only=True) as ledger:
@@ -267,6 +269,10 @@ def _belonging_to_none(
                 path = str(Path(folder, file).relative_to(output))
                 if not file.endswith(kind) or file.startswith(".") or path in known:
                     continue
-                owner = owners.of(name, checksum(output / path)[1])
+                try:
+                    owner = owners.of(name, checksum(output / path)[1])
+                except OSError as error:  # as of a link to what is gone
+                    yield Failure(None, name, f"{path} belongs to no sample: {error.strerror}; remove it")
+                    continue
                 of_whom = "belongs to no sample" if owner is None else f"is a copy of the file of sample {owner}"
                 yield Failure(owner, name, f"{path} {of_whom}; remove it")

@@ -10,6 +10,7 @@ after the final norm, `last` the one before it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import stat
@@ -24,6 +25,9 @@ from capture.dumps.spares import Spares
 from capture.layers import Layers
 
 FORMAT = 1
+TAIL = 1 << 20  # bytes at the end of dumps.jsonl in which its last line begins
+# Of tap.json, what is added up over the replicas of a server, beside `seen`.
+COUNTERS = ("slots", "slots_free", "dump_bytes", "writers_lost", "shared_forwards", "failed", "slot_wait_seconds")
 
 
 class DumpError(Exception):
@@ -158,10 +162,11 @@ def read_tap(dump_dir: Path) -> TapState | None:
         return None
     first = taps[0]
     for other in taps[1:]:
-        for name in ("slots", "slots_free", "dump_bytes", "writers_lost", "failed", "slot_wait_seconds"):
+        for name in COUNTERS:
             setattr(first, name, getattr(first, name) + getattr(other, name))
         first.writer_pids = [*first.writer_pids, *other.writer_pids]
-        first.seen = {name: count + other.seen.get(name, 0) for name, count in first.seen.items()}
+        classes = dict.fromkeys([*first.seen, *other.seen])  # one may have seen what the first has not
+        first.seen = {name: first.seen.get(name, 0) + other.seen.get(name, 0) for name in classes}
     return first
 
 
@@ -277,12 +282,39 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def remove_settled(dump_dir: Path) -> None:
+    """Delete the folders of all requests that have come to an end, for one who begins to draw and waits for none yet.
+
+    They are marked, or, where somebody was killed while deleting them, in dumps.jsonl. What is still being written
+    stays: its line is to come. Raises DumpError or OSError where dumps.jsonl cannot be read.
+    """
+    unmarked = {}
+    for path in dump_dir.glob("req_*"):
+        if not path.name[4:].isdecimal():
+            continue
+        if (path / "done").exists() or (path / "failed").exists():
+            remove(path)
+        else:
+            unmarked[int(path.name[4:])] = path
+    if unmarked:  # a journal of many requests takes a while, and is seldom needed
+        for line in Journal(dump_dir).read():
+            if line.n in unmarked:
+                remove(unmarked[line.n])
+
+
 class Journal:
     """Follows dumps.jsonl from its start, by offset; a line that is still being written is left for the next read."""
 
     def __init__(self, dump_dir: Path) -> None:
         self.path = dump_dir / "dumps.jsonl"
         self.offset = 0
+
+    def skip(self) -> None:
+        """Pass over the lines that are there. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - TAIL)
+            file.seek(start)
+            self.offset = start + file.read().rfind(b"\n") + 1
 
     def read(self) -> Iterator[Line]:
         """The lines that came since the last call. Raises DumpError for one that is no line of ours."""

@@ -18,6 +18,7 @@ SCHEMA = 1
 THREADS = min(8, os.cpu_count() or 1)  # that verify a dataset or a folder of dumps
 FAILURES_SHOWN = 20  # in progress.json, the last first
 STRETCH = 64  # rows that are turned into float32 at a time
+FLOATS = ("bfloat16", "float16", "float32", "float64")  # that states may be of; torch sums no smaller ones
 FEW = 16  # leading values of a row by which nearly every row shows that it is not one value throughout
 
 Progress = Callable[[int, int, int], None]  # samples done, of how many, bytes read
@@ -84,6 +85,7 @@ def check_states(states: dict[str, Any], names: Iterable[str], tokens: int, hidd
 
     Sound: every value finite, no row that is one value throughout. Raises VerificationError.
     """
+    check_kind(tokens, hidden, dtype)
     names = list(names)
     if sorted(states) != sorted(names):
         raise VerificationError(f"it holds the states {', '.join(sorted(states))}, expected {', '.join(names)}")
@@ -97,6 +99,14 @@ def check_states(states: dict[str, Any], names: Iterable[str], tokens: int, hidd
             raise NotFiniteError(f"{name} holds values that are not finite, first in row {row}")
         if (row := _first_flat_row(state)) is not None:
             raise VerificationError(f"{name} row {row} is {state[row, 0].item()} throughout")
+
+
+def check_kind(tokens: int, hidden: int, dtype: str) -> None:
+    """Check that states `[tokens, hidden]` of `dtype` hold something, and can be checked. Raises VerificationError."""
+    if tokens < 1 or hidden < 1:
+        raise VerificationError(f"its states are [{tokens}, {hidden}]: they hold nothing")
+    if dtype not in FLOATS:
+        raise VerificationError(f"its states are {dtype}; {', '.join(FLOATS)} can be verified, convert them to one")
 
 
 def _first_row_not_finite(state: Any) -> int | None:

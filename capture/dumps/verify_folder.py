@@ -18,7 +18,16 @@ from typing import Any
 import msgspec
 
 from capture.dumps import dump
-from capture.dumps.verify import SCHEMA, THREADS, Failure, Progress, Report, VerificationError, check_states
+from capture.dumps.verify import (
+    SCHEMA,
+    THREADS,
+    Failure,
+    Progress,
+    Report,
+    VerificationError,
+    check_kind,
+    check_states,
+)
 from capture.in_order import in_order
 
 FOLDER = re.compile(r"req_(\d+)")
@@ -34,6 +43,7 @@ LAYERS = ("boundaries", "layers", "layer_ids", "aux_layers", "capture_layers")
 class _Seen(msgspec.Struct):
     """A request's dump in short; `ids` and `content` are hashes, None for ids that are not told."""
 
+    name: str
     layers: int
     hidden: int
     dtype: str
@@ -44,17 +54,21 @@ class _Seen(msgspec.Struct):
 
 def is_dumps(folder: Path) -> bool:
     """Whether a folder holds dumps."""
-    return folder.is_dir() and any(True for _ in _numbers(folder))
+    return folder.is_dir() and any(True for _ in _requests(folder))
 
 
 def verify_dumps(folder: Path, progress: Progress | None = None, most: int | None = None) -> Report:
     """Verify every dump of a folder, or `most` of them, chosen at random, if given."""
-    numbers = sorted(_numbers(folder))
+    requests, failures = dict[int, Path](), list[Failure]()
+    for number, path in sorted(_requests(folder)):
+        if path != requests.setdefault(number, path):
+            failures += [Failure(number, None, f"{path.name} has the number of {requests[number].name}; rename one")]
+    numbers = list(requests)
     chosen = numbers if most is None or most >= len(numbers) else sorted(random.sample(numbers, most))
-    failures: list[Failure] = []
+    failures = [failure for failure in failures if failure.sample in chosen]
     seen: dict[int, _Seen] = {}
     read = 0
-    looks = in_order(THREADS, lambda number: _look_at(dump.request_folder(folder, number)), chosen)
+    looks = in_order(THREADS, lambda number: _look_at(requests[number]), chosen)
     for done, (number, found) in enumerate(looks, start=1):
         if isinstance(found, _Seen):
             seen[number], read = found, read + found.bytes
@@ -66,18 +80,20 @@ def verify_dumps(folder: Path, progress: Progress | None = None, most: int | Non
     failures += _same_as_others(seen)
     failed = len({failure.sample for failure in failures})
     if not (folder / "tap.json").exists():  # the tap's dumps are deleted once they are in a dataset
+        first, last = numbers[0], numbers[-1]
         failures += [
-            Failure(number, None, f"req_{number} is missing between req_{numbers[0]} and req_{numbers[-1]}")
-            for number in sorted(set(range(numbers[0], numbers[-1])) - set(numbers))
+            Failure(number, None, f"req_{number} is missing between {requests[first].name} and {requests[last].name}")
+            for number in sorted(set(range(first, last)) - set(numbers))
         ]
     failures.sort(key=lambda failure: failure.sample or 0)
     return Report(SCHEMA, len(chosen), len(chosen) - failed, failed, failures, len(numbers), read)
 
 
-def _numbers(folder: Path) -> Iterator[int]:
+def _requests(folder: Path) -> Iterator[tuple[int, Path]]:
+    """Numbers and folders; others than the tap may have filled the numbers up with zeros."""
     for entry in os.scandir(folder):
         if (match := FOLDER.fullmatch(entry.name)) and entry.is_dir():
-            yield int(match[1])
+            yield int(match[1]), folder / entry.name
 
 
 def _look_at(folder: Path) -> _Seen | str:
@@ -103,6 +119,7 @@ def _own_meta(folder: Path) -> dump.Meta | None:
 
 
 def _look_at_own(folder: Path, meta: dump.Meta) -> _Seen:
+    check_kind(meta.tokens, meta.hidden, meta.dtype)  # before anything is made of such a shape
     states = dump.read_states(folder, meta)
     _require_no_more(folder, set(meta.files))
     if len(meta.ids) != meta.tokens:
@@ -110,7 +127,7 @@ def _look_at_own(folder: Path, meta: dump.Meta) -> _Seen:
     check_states(states, dump.state_names(len(meta.boundaries)), meta.tokens, meta.hidden, meta.dtype)
     size = sum(size for size, _ in meta.files.values())
     content = " ".join(xxh3 for _, xxh3 in meta.files.values())
-    return _Seen(len(meta.boundaries), meta.hidden, meta.dtype, content, _hash(meta.ids), size)
+    return _Seen(folder.name, len(meta.boundaries), meta.hidden, meta.dtype, content, _hash(meta.ids), size)
 
 
 def _look_at_other(folder: Path) -> _Seen:
@@ -135,7 +152,7 @@ def _look_at_other(folder: Path) -> _Seen:
     ids = _told(folder, tokens, hidden, dtype, len(aux))
     size = sum(files[f"{name}.pt"].stat().st_size for name in names)
     content = " ".join(_content(state.contiguous().view(torch.uint8)) for state in states.values())
-    return _Seen(len(aux), hidden, dtype, content, None if ids is None else _hash(ids), size)
+    return _Seen(folder.name, len(aux), hidden, dtype, content, None if ids is None else _hash(ids), size)
 
 
 def _load(path: Path) -> Any:
@@ -150,6 +167,8 @@ def _load(path: Path) -> Any:
         raise VerificationError(f"{path.name} is cut or damaged ({type(error).__name__})") from error
     if not isinstance(state, torch.Tensor):
         raise VerificationError(f"{path.name} holds a {type(state).__name__}, not a tensor")
+    if state.layout != torch.strided:
+        raise VerificationError(f"{path.name} holds a sparse tensor, not a dense one")
     return state
 
 
@@ -220,7 +239,7 @@ def _same_as_others(seen: dict[int, _Seen]) -> Iterator[Failure]:
         if other == number or (one.ids is not None and one.ids == seen[other].ids):
             continue
         why = "though their tokens differ" if one.ids is not None else "a copy, or the same prompt again"
-        yield Failure(number, None, f"its states are those of req_{other}, {why}")
+        yield Failure(number, None, f"its states are those of {seen[other].name}, {why}")
 
 
 def _hash(ids: list[int]) -> str:

@@ -282,7 +282,7 @@ class _WholeChat:
     def _text_of(self, ids: list[int], k: int) -> str:
         """Token k and the text around it."""
         tokenizer = self._template.tokenizer
-        return f"{_decode(tokenizer, ids[k : k + 1])!r} in {_decode(tokenizer, ids[max(0, k - 6) : k + 6])!r}"
+        return f"{decode(tokenizer, ids[k : k + 1])!r} in {decode(tokenizer, ids[max(0, k - 6) : k + 6])!r}"
 
 
 def _mask_of_spans(spans: list[tuple[int, int]], offsets: list[tuple[int, int]]) -> list[int]:
@@ -351,7 +351,7 @@ def mask_parts(ids: list[int], mask: list[int], tokenizer: Any, limit: int = 400
     the limit are left out, each time for a `…`.
     """
     spans = _spans(mask)
-    texts = [_decode(tokenizer, ids[start:end]).replace("\n", "⏎") for start, end in spans]
+    texts = [decode(tokenizer, ids[start:end]).replace("\n", "⏎") for start, end in spans]
     if sum(map(len, texts)) > limit:
         share = max(60, limit // len(texts))
         texts = [_shorten(text, share) for text in texts]
@@ -384,8 +384,12 @@ def _shorten(text: str, length: int) -> str:
     return f"{text[: length - tail - 1]}…{text[-tail:]}"
 
 
-def _decode(tokenizer: Any, ids: list[int]) -> str:
-    text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+def decode(tokenizer: Any, ids: list[int]) -> str:
+    """The text of ids; `�` for those of the model that a tokenizer has no token for, and does not pass over."""
+    try:
+        text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    except Exception:  # each tokenizer has its own
+        return "".join(decode(tokenizer, [one]) for one in ids) if len(ids) > 1 else "�"
     return text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,14 +17,15 @@ Raw: TypeAlias = "bytes | dict[str, Any] | Refused"
 """A row as it was read: a line of JSON, an object, or why there is none."""
 
 
-def read(path: str | Path) -> Iterator[tuple[str, int, Raw]]:
+def read(path: str | Path, wanted: Collection[str] | None = None) -> Iterator[tuple[str, int, Raw]]:
     """(file, line or index, row) for every row, in order; files of a folder go by their names.
 
-    Lines of text count from 1; rows of tables, as in `dataset[i]`, from 0. Nothing is opened before the first row is
-    asked for. Raises `InputError` for what is missing, empty, or cannot be read on.
+    Lines of text count from 1; rows of tables, as in `dataset[i]`, from 0. What a table holds beside the columns
+    `wanted` (all of them without) need not be readable. Nothing is opened before the first row is asked for. Raises
+    `InputError` for what is missing, empty, or cannot be read on.
     """
     for part in _parts(Path(path)):
-        for line, row in _read_part(part):
+        for line, row in _read_part(part, wanted):
             yield str(part), line, row
 
 
@@ -45,10 +46,10 @@ def _hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _read_part(part: Path) -> Iterator[tuple[int, Raw]]:
+def _read_part(part: Path, wanted: Collection[str] | None) -> Iterator[tuple[int, Raw]]:
     if part.is_dir():
-        return table_rows.read_saved(part)
-    return table_rows.read_parquet(part) if table_rows.is_parquet(part) else read_json(part)
+        return table_rows.read_saved(part, wanted)
+    return table_rows.read_parquet(part, wanted) if table_rows.is_parquet(part) else read_json(part)
 
 
 def _parts(path: Path) -> list[Path]:

@@ -163,7 +163,7 @@ def show_rows(path: str, encoder: Encoder, wanted: list[str], tokenizer: Any) ->
     Reads no further than it has to. Raises `InputError` for a name that is none, and for a row that is not there.
     """
     left, shown = [_name_of_row(name) for name in wanted], []
-    for read in files.read(path) if left else ():
+    for read in files.read(path, encoder.columns) if left else ():
         file, line, _ = read
         name = next((name for name in left if name[1] == line and file.endswith(name[0])), None)
         if name is not None:

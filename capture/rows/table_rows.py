@@ -6,11 +6,12 @@ Both are Arrow record batches, and are read a batch at a time. A row is named by
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from capture.rows.chat import InputError, first_line
+from capture.rows.chat import InputError, Refused, first_line
 
 BATCH = 256
 STATE = "state.json"
@@ -27,14 +28,18 @@ def is_parquet(path: Path) -> bool:
         return False
 
 
-def read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a Parquet file with their indices. Raises `InputError` for a file that is none, or is damaged."""
+def read_parquet(path: Path, wanted: Collection[str] | None = None) -> Iterator[tuple[int, dict[str, Any] | Refused]]:
+    """The rows of a Parquet file with their indices.
+
+    A value that Python cannot hold costs its row, or only itself where its column is none of `wanted`. Raises
+    `InputError` for a file that is none, or is damaged.
+    """
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            yield from _rows(file.schema_arrow, file.iter_batches(batch_size=BATCH))
+            yield from _rows(path, file.schema_arrow, file.iter_batches(batch_size=BATCH), wanted)
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(f"{path} cannot be read as Parquet: {first_line(error)}; copy it again") from error
 
@@ -47,28 +52,66 @@ def saved_files(folder: Path) -> list[Path]:
         raise InputError(f"{folder / STATE} cannot be read: {first_line(error)}; save the dataset again") from error
 
 
-def read_saved(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a saved dataset with their indices over all of its files. Raises `InputError`."""
+def read_saved(folder: Path, wanted: Collection[str] | None = None) -> Iterator[tuple[int, dict[str, Any] | Refused]]:
+    """The rows of a saved dataset with their indices over all of its files; `wanted` as in `read_parquet`.
+
+    Raises `InputError`.
+    """
     import pyarrow
 
     index = 0
     for path in saved_files(folder):
         try:
             with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as batches:
-                for _, row in _rows(batches.schema, batches):
+                for _, row in _rows(path, batches.schema, batches, wanted):
                     yield index, row
                     index += 1
         except (pyarrow.ArrowException, OSError) as error:
             raise InputError(f"{path} cannot be read as Arrow: {first_line(error)}; save the dataset again") from error
 
 
-def _rows(schema: Any, batches: Iterable[Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(
+    path: Path, schema: Any, batches: Iterable[Any], wanted: Collection[str] | None
+) -> Iterator[tuple[int, dict[str, Any] | Refused]]:
+    if several := [name for name, count in Counter(schema.names).items() if count > 1]:
+        raise InputError(f"{path} has several columns called {several[0]!r}: give each a name of its own")
     features, index = _features(schema), 0
     for batch in batches:
         for start in range(0, batch.num_rows, BATCH):
-            for row in batch.slice(start, BATCH).to_pylist():
-                yield index, _decode(_without_nulls(row), features)
+            for row in _convert(batch.slice(start, BATCH), wanted):
+                yield index, row if isinstance(row, Refused) else _decode(_without_nulls(row), features)
                 index += 1
+
+
+def _convert(rows: Any, wanted: Collection[str] | None) -> Iterator[dict[str, Any] | Refused]:
+    """Arrow's rows as Python's: text there need not be UTF-8, and a date may be one that Python has not got."""
+    try:
+        whole = rows.to_pylist()
+    except (ValueError, OverflowError):
+        columns = [(name, _values(column)) for name, column in zip(rows.schema.names, rows.columns, strict=True)]
+        for index in range(rows.num_rows):
+            row = {name: values[index] for name, values in columns}
+            refused = [name for name, value in row.items() if isinstance(value, Refused)]
+            if needed := [name for name in refused if wanted is None or name in wanted]:
+                yield Refused(f"column {needed[0]!r} cannot be read: {row[needed[0]]}")
+            else:
+                yield {name: value for name, value in row.items() if name not in refused}
+    else:
+        yield from whole
+
+
+def _values(column: Any) -> list[Any]:
+    try:
+        return list(column.to_pylist())
+    except (ValueError, OverflowError):
+        return [_value(value) for value in column]
+
+
+def _value(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except (ValueError, OverflowError) as error:
+        return Refused(first_line(error))
 
 
 def _features(schema: Any) -> Any:
@@ -87,13 +130,16 @@ def _features(schema: Any) -> Any:
     return datasets.Features({name: kind for name, kind in found.items() if type(kind).__name__ not in MEDIA})
 
 
-def _decode(row: dict[str, Any], features: Any) -> dict[str, Any]:
+def _decode(row: dict[str, Any], features: Any) -> dict[str, Any] | Refused:
     """JSON that is kept as text, which is how `datasets` stores messages that are not all alike, as what it says."""
     if features is None:
         return row
     known = {name: value for name, value in row.items() if name in features}
     kinds = type(features)({name: features[name] for name in known})
-    return {**row, **kinds.decode_example(known)}
+    try:
+        return {**row, **kinds.decode_example(known)}
+    except (ValueError, OverflowError) as error:
+        return Refused(f"a column of JSON holds what is none: {first_line(error)}")
 
 
 def _without_nulls(value: Any) -> Any:

@@ -19,6 +19,7 @@ from capture.rows import files, parallel
 from capture.rows.chat import ChatTemplate, Encoded, InputError, Message, Refused, first_line
 from capture.rows.files import Raw
 from capture.rows.json_rows import kind_of, parse_line
+from capture.rows.vocabulary import tokens_end
 
 ROLES = {
     "human": "user",
@@ -31,6 +32,7 @@ ROLES = {
     "system": "system",
 }
 """ShareGPT's `from` -> role."""
+COLUMNS = ("input_ids", "loss_mask", "messages", "conversations", "prompt", "response")
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 _TEXT_ONLY = "only text can be drawn yet; leave the row out, or keep its text alone"
 
@@ -129,12 +131,12 @@ def tokenise(
     """Every row of an input (see `files.py`), in its order.
 
     Lazy: nothing is opened before the first row is asked for, and all but a JSON array is read as it goes. Ids must be
-    below `vocab_size`, the rows of the model's embedding; by default below the tokenizer's own size. Raises
-    `InputError` for an input that is missing, empty or cannot be read on, and for a tokenizer without a chat template
-    once a row needs one. More than one of `workers` are processes that share the work.
+    below `vocab_size`, the rows of the model's embedding (see `vocabulary.py`); by default the tokenizer must have
+    them. Raises `InputError` for an input that is missing, empty or cannot be read on, and for a tokenizer without a
+    chat template once a row needs one. More than one of `workers` are processes that share the work.
     """
-    encoder = Encoder(tokenizer, options, vocab_size or len(tokenizer))
-    rows = files.read(path)
+    encoder = Encoder(tokenizer, options, vocab_size or tokens_end(tokenizer))
+    rows = files.read(path, encoder.columns)
     return map(encoder, rows) if workers < 2 else parallel.ordered(encoder, rows, workers)
 
 
@@ -145,6 +147,12 @@ class Encoder:
         self.options, self.vocab_size = options, vocab_size
         self.template = ChatTemplate(tokenizer)
         self.bos = tokenizer.bos_token_id
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that a row may be made of."""
+        named = [name for name in (self.options.prompt_column, self.options.response_column) if name is not None]
+        return [*(named or COLUMNS), "tools", *MEDIA_COLUMNS]
 
     def __call__(self, read: tuple[str, int, Raw]) -> Outcome:
         """What becomes of a row, whole or as far as it was read. Raises `InputError` for what concerns all rows."""

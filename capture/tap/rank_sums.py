@@ -7,6 +7,7 @@ requests whose extract id begins with `PROBE` ask for it; everybody else's cost 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -54,9 +55,9 @@ class RankSums:
                     self._add(rid, parsed, prefix, [state[row : row + length] for state in states], length)
                 except Exception as error:  # the probe is told, the server goes on
                     logger.exception("layertap: checksums of a probe failed")
-                    write_json(
-                        self.dump_dir / _name(parsed, self.rank), RankSum(self.rank, 0, {}, [], error=str(error))
-                    )
+                    failed = RankSum(self.rank, 0, {}, [], error=str(error))
+                    with contextlib.suppress(OSError):  # that may have been the error; the probe misses the file
+                        write_json(self.dump_dir / _name(parsed, self.rank), failed)
             row += length
 
     def _add(self, rid: str, parsed: Rid, prefix: int, rows: list[Any], length: int) -> None:

@@ -1,21 +1,27 @@
-"""The driver's patience with writers that are too slow: it waits for a slot, and counts no attempt."""
+"""The driver's patience: with writers that are too slow, which counts no attempt, and with a ledger that is held."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from capture import driver
+from capture.dataset.ledger import Change, Ledger
 from capture.draw import DrawError
 from capture.driver import Extraction
 from capture.dumps import dump
 from capture.layers import Layers
 from capture.probe import DENSE, Probed
+from capture.rows.tokenise import Row, RowOptions
 from capture.server import ServerGone
+from capture.stop import Stop
 
 
 class Lane:
@@ -110,6 +116,78 @@ def test_rows_that_another_server_would_take_are_said_to_stay_out() -> None:
     assert said.startswith("warning: rows of more than 100 tokens stay out, ")
     assert extraction._limit(100) == 100
     assert len(extraction.said) == 1
+
+
+# --- A ledger that somebody else has ---
+
+
+@pytest.fixture
+def committing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An extraction with a change to commit, whose ledger `holder` has, as one does who reads in it for long."""
+    monkeypatch.setattr(driver, "COMMIT_SECONDS", 0.0)
+    extraction: Any = object.__new__(Extraction)
+    extraction.output, extraction.stopping = tmp_path, None
+    extraction.lanes = SimpleNamespace(wake=lambda: None)
+    extraction.progress, extraction.report = driver.Progress(phase="", output=""), lambda _progress: None
+    extraction.changes = [Change(0, "sent", 1)]
+    with Ledger(tmp_path) as extraction.ledger, Ledger(tmp_path, read_only=True) as holder:
+        extraction.ledger.add([Row("rows.jsonl", 1, [5], [1], False)])
+        extraction.ledger.db.execute("PRAGMA busy_timeout = 1")
+        holder.db.execute("BEGIN")
+        holder.counts()
+        extraction.holder = holder.db
+        yield extraction
+
+
+def test_what_cannot_be_committed_just_now_is_committed_later(committing: Any) -> None:
+    tried, commit = [], committing._commit
+
+    def commit_and_note() -> None:
+        tried.append(committing.stopping)
+        commit()
+
+    async def go() -> None:
+        keeper = asyncio.create_task(committing._commit_often())
+        while len(tried) < 3:
+            await asyncio.sleep(0)
+        assert committing.ledger.counts()["pending"] == 1
+        committing.holder.execute("COMMIT")
+        while committing.changes:
+            await asyncio.sleep(0)
+        keeper.cancel()
+
+    committing._commit = commit_and_note
+    asyncio.run(go())
+    assert (committing.stopping, committing.ledger.counts()["sent"]) == (None, 1)
+
+
+def test_what_cannot_be_committed_at_the_end_ends_the_run(committing: Any, tmp_path: Path) -> None:
+    with pytest.raises(Stop) as stopped:
+        committing._finish()
+    assert str(stopped.value) == (
+        f"another program holds the ledger of {tmp_path}; nothing is lost: give the same command again"
+    )
+
+
+# --- The rows ---
+
+
+def test_the_models_vocabulary_counts_and_not_its_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input_ids": [5, 2999], "loss_mask": [0, 1]}\n{"input_ids": [5, 3000], "loss_mask": [0, 1]}\n')
+    (tmp_path / "config.json").write_text('{"vocab_size": 3000}')
+    (tmp_path / "set").mkdir()
+    extraction: Any = object.__new__(Extraction)
+    server = SimpleNamespace(model=str(tmp_path))
+    extraction.job = SimpleNamespace(rows=str(rows), options=RowOptions(), server=server)
+    extraction.output, extraction.progress = tmp_path, driver.Progress(phase="", output="")
+    extraction.manifest = SimpleNamespace(input_hash="")
+    extraction.report = extraction.say = lambda _what: None
+    monkeypatch.setattr(driver.manifest, "write_manifest", lambda _output, _manifest: None)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, "a")))
+    with Ledger(tmp_path / "set") as extraction.ledger:
+        extraction._tokenise(tokenizer, None)
+        assert [extraction.ledger.tokens(sample)[0] for sample in extraction.ledger.samples()] == [[5, 2999]]
 
 
 # --- The probe before the first sample ---

@@ -296,6 +296,35 @@ def test_a_line_under_way_is_left_for_later(tmp_path: Path, written: int) -> Non
     assert list(journal.read()) == [SECOND]
 
 
+@pytest.mark.parametrize("written", [0, 20])
+@pytest.mark.parametrize("tail", [10, 1 << 20])
+def test_a_journal_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int, tail: int) -> None:
+    monkeypatch.setattr(dump, "TAIL", len(text(FIRST)) + tail)
+    journal, path = Journal(tmp_path), tmp_path / "dumps.jsonl"
+    journal.skip()
+    assert list(journal.read()) == []
+    path.write_bytes(3 * text(FIRST) + text(SECOND)[:written])
+    journal.skip()
+    assert list(journal.read()) == []
+    with path.open("ab") as file:
+        file.write(text(SECOND)[written:])
+    assert list(journal.read()) == [SECOND]
+
+
+def test_what_has_come_to_an_end_is_removed_and_what_is_under_way_stays(tmp_path: Path) -> None:
+    for number, names in enumerate((["done"], ["failed"], ["aux_0.pt"], ["aux_0.pt"])):
+        folder = dump.request_folder(tmp_path, number)
+        folder.mkdir()
+        for name in names:
+            (folder / name).touch()
+    (tmp_path / "req_other").mkdir()
+    # 0 is not in it yet; 2 was being deleted; 9 is long gone.
+    lines = [Line(n, "s.a.0.1.3", "failed" if n == 1 else "done", 1) for n in (9, 1, 2)]
+    (tmp_path / "dumps.jsonl").write_bytes(b"".join(map(text, lines)))
+    dump.remove_settled(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dumps.jsonl", "req_3", "req_other"]
+
+
 # --- tap.json ---
 
 TAP = TapState(code="00112233", pid=42, sglang="0.5.23", model="/models/tiny", model_class="LlamaForCausalLM")
@@ -332,16 +361,19 @@ def test_a_full_file_system_leaves_the_old_json(tmp_path: Path) -> None:
 
 def test_the_tap_of_a_server_of_replicas_is_there_once_all_of_them_are(tmp_path: Path) -> None:
     assert dump.tap_folders(tmp_path) == [tmp_path]
-    seen = {"ours": 3, "health": 1}
+    seen = {"ours": 3, "health": 1}, {"ours": 3, "health": 1, "stranger": 2}
     for k in (0, 1):
-        state = msgspec.structs.replace(TAP, pid=50 + k, replicas=2, slots=4, failed=k, seen=seen, writer_pids=[60 + k])
+        state = msgspec.structs.replace(
+            TAP, pid=50 + k, replicas=2, slots=4, failed=k, seen=seen[k], writer_pids=[60 + k], shared_forwards=4 + k
+        )
         (tmp_path / f"replica_{k}").mkdir()
         assert dump.read_tap(tmp_path) is None
         dump.write_json(tmp_path / f"replica_{k}" / "tap.json", state)
     whole = dump.read_tap(tmp_path)
     assert whole is not None
     assert (whole.pid, whole.slots, whole.failed, whole.writer_pids) == (50, 8, 1, [60, 61])
-    assert whole.seen == {"ours": 6, "health": 2}
+    assert whole.seen == {"ours": 6, "health": 2, "stranger": 2}
+    assert whole.shared_forwards == 9
     absent = msgspec.structs.replace(TAP, inside=False, error="no such layer")
     dump.write_json(tmp_path / "tap.json", absent)
     assert dump.read_tap(tmp_path) == absent, "why one of them is not in goes before what the others are"

@@ -218,6 +218,29 @@ def test_states_may_change_while_samples_are_gone_through(ledger: Ledger) -> Non
     assert ledger.counts() == {"pending": 0, "sent": 1250, "written": 2500, "failed": 0}
 
 
+@pytest.mark.parametrize("walk", ["samples", "all_files", "written_keys"])
+def test_a_driver_writes_while_a_reader_is_half_through(ledger: Ledger, tmp_path: Path, walk: str) -> None:
+    """However long the reader takes over each row: verification reads the samples' files meanwhile."""
+    ledger.add(row(line, line) for line in range(2500))
+    ledger.db.execute("PRAGMA busy_timeout = 1")
+
+    def changes(run: str) -> list[Change]:
+        files = [WrittenFile(name, f"{name}/{run}", 1, run) for name in ("native", "specforge")]
+        return [Change(number, "written", 1, None, files) for number in range(2500)]
+
+    ledger.settle(changes("first"))
+    with Ledger(tmp_path, read_only=True) as reader:
+        rows = iter(getattr(reader, walk)())
+        seen = [next(rows)]
+        ledger.settle(changes("again"))
+        seen += rows
+    if walk == "all_files":
+        assert [number for number, _ in seen] == [number for number in range(2500) for _ in range(2)]
+        assert {file.format for _, file in seen} == {"native", "specforge"} and seen[-1][1].xxh3 == "again"
+    else:
+        assert len(seen) == 2500 and len(set(seen)) == 2500
+
+
 # --- Killed, damaged, full ---
 
 TOKENISING = """

@@ -182,6 +182,29 @@ def test_a_folder_in_its_place_is_named(tmp_path: Path) -> None:
         manifest.read_manifest(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("there", "fits"),
+    [
+        ([], True),
+        ([".lock"], True),
+        ([".lock", ".manifest.json.4242"], True),  # a run that was killed as it wrote its first manifest
+        ([".lock", "manifest.json", ".manifest.json.4242"], True),
+        ([".manifest.json.bak"], False),
+        (["rows.jsonl"], False),
+        ([".lock", ".manifest.json.4242", "rows.jsonl"], False),
+    ],
+)
+def test_a_folder_for_a_dataset(tmp_path: Path, there: list[str], fits: bool) -> None:
+    for name in there:
+        (tmp_path / name).touch()
+    if fits:
+        manifest.take_folder(tmp_path, True, lambda _: None)
+    else:
+        with pytest.raises(ManifestError, match="is not empty and holds no dataset; give a new or empty folder"):
+            manifest.take_folder(tmp_path, True, lambda _: None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(there)
+
+
 def test_a_full_disk_leaves_the_old_manifest(tmp_path: Path) -> None:
     with small_tmpfs(tmp_path / "small", "64k") as small:
         manifest.write_manifest(small, MANIFEST)

@@ -85,3 +85,12 @@ def test_a_setter_that_raises_costs_the_probe_and_not_the_server(tmp_path: Path)
     found = rank_sums.read(tmp_path, rid(10), 0)
     assert found is not None
     assert found.error == "no such layers"
+
+
+def test_a_dump_folder_that_is_gone_costs_the_server_nothing(tmp_path: Path) -> None:
+    """Then not even the reason can be written."""
+    sums = RankSums(tmp_path / "gone", "secret", 1, lambda: [2, 4])
+    sums.take(batch((rid(4), 0, 4)), STATES)
+    (tmp_path / "gone").mkdir()
+    sums.take(batch((rid(4), 0, 4)), STATES)
+    assert rank_sums.read(tmp_path / "gone", rid(4), 1) == RankSum(1, 4, expected(0, 4), [2, 4])

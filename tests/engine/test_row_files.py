@@ -109,6 +109,67 @@ def test_ids_and_masks_from_a_table(tmp_path):
     assert [(row.ids, row.mask) for row in found] == [([1, 2, 3], [0, 1, 1]), ([4], [1])]
 
 
+NOT_UTF_8 = pyarrow.StringArray.from_buffers(
+    3, pyarrow.py_buffer(b"\0\0\0\0\3\0\0\0\6\0\0\0\x09\0\0\0"), pyarrow.py_buffer(b"oneab\xffsix")
+)
+YEAR_9999 = 253402300799  # its last second
+
+
+def write_table(path: Path, kind: str, columns: dict[str, object]) -> Path:
+    table = pyarrow.table(columns)
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        datasets.Dataset(table).save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_a_value_that_cannot_be_read_costs_its_row_alone(tmp_path, kind):
+    path = write_table(tmp_path / "rows", kind, {"prompt": NOT_UTF_8, "response": ["a", "b", "c"]})
+    first, bad, last = outcomes(path)
+    assert (type(first), type(last), last.line) == (Row, Row, 2)
+    assert (bad.line, bad.reason) == (
+        1,
+        "column 'prompt' cannot be read: 'utf-8' codec can't decode byte 0xff in position 2: invalid start byte",
+    )
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_a_column_that_is_not_wanted_need_not_be_readable(tmp_path, kind):
+    columns = {
+        "q": ["one", "two", "three"],
+        "a": ["a", "b", "c"],
+        "response": NOT_UTF_8,
+        "when": pyarrow.array([0, YEAR_9999 + 1, None], pyarrow.timestamp("s")),
+    }
+    path = write_table(tmp_path / "rows", kind, columns)
+    assert [type(row) for row in outcomes(path, prompt_column="q", response_column="a")] == [Row, Row, Row]
+    assert [row.reason for row in outcomes(path, prompt_column="q", response_column="when")] == [
+        "column 'when' is a number, not a string",
+        "column 'when' cannot be read: date value out of range",
+        "no column 'when'; the row has 'q', 'a', 'response'",
+    ]
+
+
+def test_text_that_is_no_json_costs_its_row_alone(tmp_path):
+    kinds = datasets.Features({"messages": [datasets.Json()]})
+    texts = pyarrow.array([*map(json.dumps, chat("one", "two")), '{"role": "us'])
+    column = pyarrow.ListArray.from_arrays([0, 2, 3], pyarrow.ExtensionArray.from_storage(pyarrow.json_(), texts))
+    table = pyarrow.Table.from_arrays([column], schema=kinds.arrow_schema)
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    good, bad = outcomes(tmp_path / "rows.parquet")
+    assert isinstance(good, Row)
+    assert bad.line == 1 and bad.reason.startswith("a column of JSON holds what is none: ")
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["prompt", "prompt"])
+    pyarrow.parquet.write_table(twice, tmp_path / "rows.parquet")
+    with pytest.raises(InputError, match=r"rows.parquet has several columns called 'prompt': give each a name of"):
+        outcomes(tmp_path / "rows.parquet")
+
+
 def test_pictures_are_refused_and_not_opened(tmp_path):
     schema = pyarrow.schema({"messages": pyarrow.list_(pyarrow.struct({"role": "string", "content": "string"}))})
     kinds = datasets.Features({**datasets.Features.from_arrow_schema(schema), "image": datasets.Image()})

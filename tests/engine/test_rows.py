@@ -14,9 +14,11 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
+from capture.job import PlanJob, run_plan
 from capture.rows.chat import InputError, bracketed, mask_parts
 from capture.rows.files import read_hash
 from capture.rows.tokenise import BadRow, Row, RowOptions, Skipped, load_tokenizer, tokenise
+from capture.rows.vocabulary import vocabulary_size
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -482,6 +484,70 @@ def test_ids_outside_the_model_s_vocabulary(tmp_path):
     assert isinstance(row, Row)
     (row,) = tokenise(path, tokenizer, RowOptions(), vocab_size=thought)
     assert row == BadRow(str(path), 1, f"token id {thought} is outside the vocabulary of {thought}")
+
+
+def with_a_hole():
+    """A tokenizer whose last token has the id 2000, and that has none for the ids between."""
+    made = json.loads(trained().to_str())
+    words = made["model"]["vocab"]
+    words[max(words, key=words.get)] = 2000
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(made)), eos_token="</s>")
+
+
+def test_a_vocabulary_with_holes(tmp_path):
+    tokenizer = with_a_hole()
+    assert len(tokenizer) < 500
+    rows = [{"input_ids": [5, number], "loss_mask": [0, 1]} for number in (2000, 2001)]
+    last, beyond = read(tmp_path, tokenizer, *rows)
+    assert isinstance(last, Row)
+    assert beyond.reason == "token id 2001 is outside the vocabulary of 2001"
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"vocab_size": 3000}, 3000),
+        ({"vocab_size": 9, "text_config": {"vocab_size": 3000}}, 3000),
+        ({"vocab_size": 3000, "text_config": {"hidden_size": 8}}, 3000),
+        ({"hidden_size": 8}, 2001),
+        ([], 2001),
+        (None, 2001),
+    ],
+)
+def test_the_ids_that_a_model_has(tmp_path, config, size):
+    """Its own number counts: embeddings are padded, and ids are reserved, that no token stands for."""
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert vocabulary_size(tmp_path, with_a_hole()) == size
+
+
+def test_ids_of_the_model_that_its_tokenizer_does_not_know_are_planned(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, rows = tmp_path / "model", tmp_path / "rows.jsonl"
+    with_a_hole().save_pretrained(model)
+    (model / "config.json").write_text(json.dumps({"vocab_size": 3000, "hidden_size": 8}))
+    given = [{"input_ids": [5, number], "loss_mask": [0, 1]} for number in (2500, 2999, 3000)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in given))
+    asked = PlanJob(
+        rows=str(rows),
+        model=str(model),
+        trust_remote_code=False,
+        options=RowOptions(),
+        formats=["native"],
+        output=None,
+        layers=5,
+    )
+    code, plan = run_plan(asked)
+    assert (code, plan.samples) == (1, 2)
+    assert [bad.reason for bad in plan.bad_rows] == ["token id 3000 is outside the vocabulary of 3000"]
+    code, shown = run_plan(msgspec.structs.replace(asked, show=["2", "3"]))
+    assert [row.reason for row in shown["shown"]] == [None, "token id 3000 is outside the vocabulary of 3000"]
+
+
+def test_an_id_without_a_token_shows_as_one():
+    """ByT5's tokenizer raises for it."""
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    assert mask_parts([*tokenizer("ab").input_ids[:2], 5000], [0, 1, 1], tokenizer) == [("a", False), ("b�", True)]
 
 
 # ---- files

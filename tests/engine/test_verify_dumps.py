@@ -254,6 +254,64 @@ def test_states_that_are_not_sound(other: Path, state: Any, why: str) -> None:
     assert sample == 2 and reason.startswith(why)
 
 
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        (torch.zeros(0, HIDDEN), "its states are [0, 32]: they hold nothing"),
+        (torch.zeros(TOKENS, 0), "its states are [6, 0]: they hold nothing"),
+        (
+            torch.ones(TOKENS, HIDDEN).to(torch.float8_e4m3fn),
+            "its states are float8_e4m3fn; bfloat16, float16, float32, float64 can be verified, convert them to one",
+        ),
+        (torch.ones(TOKENS, HIDDEN, dtype=torch.bool), "its states are bool; bfloat16, "),
+        (torch.ones(TOKENS, HIDDEN, dtype=torch.complex64), "its states are complex64; bfloat16, "),
+        (torch.ones(TOKENS, HIDDEN).to_sparse(), "aux_0.pt holds a sparse tensor, not a dense one"),
+    ],
+)
+def test_states_that_cannot_be_verified(other: Path, state: torch.Tensor, why: str) -> None:
+    for path in (other / "req_2").iterdir():
+        torch.save(state, path)
+    ((sample, reason),) = failures(other)
+    assert sample == 2 and reason.startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"tokens": 0, "ids": []}, "its states are [0, 32]: they hold nothing"),
+        ({"hidden": -1}, "its states are [6, -1]: they hold nothing"),
+        ({"dtype": "float8_e4m3fn"}, "its states are float8_e4m3fn; bfloat16, "),
+        ({"dtype": "device"}, "its states are device; bfloat16, "),
+    ],
+)
+def test_a_meta_of_states_that_cannot_be_verified(own: Path, change: dict[str, Any], why: str) -> None:
+    meta = own / "req_2" / "meta.json"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | change))
+    ((sample, reason),) = failures(own)
+    assert sample == 2 and reason.startswith(why)
+
+
+def test_numbers_that_are_filled_up_with_zeros(other: Path) -> None:
+    for number in range(REQUESTS):
+        (other / f"req_{number}").rename(other / f"req_{number:04}")
+    assert failures(other) == []
+    shutil.copy(other / "req_0001" / "final.pt", other / "req_0003" / "final.pt")
+    (other / "req_0002" / "final.pt").unlink()
+    assert failures(other) == [(2, "final.pt is missing")]
+    shutil.rmtree(other / "req_0002")
+    shutil.copytree(other / "req_0001", other / "req_0004", dirs_exist_ok=True)
+    why = "its states are those of req_0001, a copy, or the same prompt again"
+    missing = "req_2 is missing between req_0000 and req_0004"
+    report = verify_dumps(other)
+    assert [(failure.sample, failure.reason) for failure in report.failures] == [(2, missing), (4, why)]
+
+
+def test_two_folders_of_one_number(other: Path) -> None:
+    write_other(other, 9)
+    (other / "req_9").rename(other / "req_02")
+    assert failures(other) == [(2, "req_2 has the number of req_02; rename one")]
+
+
 def test_torchs_older_format(other: Path) -> None:
     torch.save(make_states(2)["aux_1"], other / "req_2" / "aux_1.pt", _use_new_zipfile_serialization=False)
     assert failures(other) == []

@@ -17,7 +17,7 @@ from capture.dataset import formats
 from capture.dataset.export import ExportJob, export
 from capture.dataset.formats import FORMATS
 from capture.dataset.ledger import Change, Ledger
-from capture.dataset.manifest import read_manifest, write_manifest
+from capture.dataset.manifest import ManifestError, read_manifest, write_manifest
 from capture.dataset.verify import verify_dataset
 from capture.job import VerifyJob, run_verify
 
@@ -234,6 +234,28 @@ def test_some_samples_chosen_at_random(dataset: Path) -> None:
         chosen |= {failure.sample for failure in report.failures}
     assert len(chosen) > 3
     assert verify_dataset(dataset, most=99).samples == SAMPLES
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_link_to_nothing(dataset: Path, name: str) -> None:
+    path = FORMATS[name].path(99)
+    (dataset / path).symlink_to("nothing")
+    why = f"{path} belongs to no sample: No such file or directory; remove it"
+    assert failures(dataset) == [(None, name, why)]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_folder_of_a_format_that_the_dataset_does_not_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    """No file of it would be read, so no sample may count as verified."""
+    monkeypatch.chdir(tmp_path)
+    made = make_native(tmp_path / "set")
+    if is_there:
+        (made / "specforge").mkdir()
+    with pytest.raises(ManifestError) as refused:
+        run_verify(VerifyJob(output=str(made / "specforge")))
+    assert str(refused.value) == f"{made} holds no specforge, only native"
 
 
 def test_the_job_finds_out_what_a_folder_is(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
