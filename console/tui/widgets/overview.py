@@ -159,6 +159,8 @@ def extraction_lines(run: dict[str, Any], width: int) -> Iterable[Content]:
     yield line((f"{sign} {name}", f"bold {SIGN_STYLES[sign]}"), f"   {source} -> {details['output']}{formats}")
     if progress and progress["phase"] not in ("preparing", "tokenising", "probing"):
         yield from _progress_lines(progress, width)
+        if not going_on(run) and run["exit"]:
+            yield _muted(f"ended {words.when(run['exit']['at'])}")
     elif going_on(run):
         yield _muted(f"{progress['phase'] if progress else 'preparing'} …")
     if going_on(run) and progress and progress["phase"] == "relaunching":
