@@ -275,14 +275,15 @@ class Agent:
         logs = (datasets.log_of_sample(run.id, run.log, number) for run in drawn)
         return [log for log in logs if log.lines]
 
-    def bundle(self, run_id: str | None, extra: dict[str, str]) -> bundle.Bundle:
+    def bundle(self, run_id: str | None, extra: dict[str, str], port: int | None = None) -> bundle.Bundle:
         """What a support bundle holds of a run and its server, secrets masked; `extra` are texts of the console's own.
 
-        Without a run it is about the newest server and the newest extraction.
+        Without a run it is about the newest server, of `port` if given, and the newest extraction.
         """
-        chosen = self._of_bundle(run_id)
+        chosen = self._of_bundle(run_id, port)
         server = next((run for run in chosen if run.spec.kind == "server"), None)
-        asked: dict[str, Any] = {"overview": self.overview(server.id if server else None)}
+        shown = server or next(iter(self._servers(port)), None)  # of several that are live too
+        asked: dict[str, Any] = {"overview": self.overview(shown.id if shown else None, port)}
         if server:
             asked["diagnosis"] = self.status(server.id)
             try:
@@ -291,10 +292,9 @@ class Agent:
                 asked["effective"] = {"error": str(error)}
         return bundle.make(chosen, asked, extra)
 
-    def _of_bundle(self, run_id: str | None) -> list[runs.Run]:
+    def _of_bundle(self, run_id: str | None, port: int | None) -> list[runs.Run]:
         if run_id is None:
-            found = (next(iter(self.runs.all(kind)), None) for kind in ("server", "extract"))
-            return [run for run in found if run]
+            return [*self._servers(port)[:1], *self.runs.all("extract")[:1]]
         run = self.runs.get(run_id)
         servers = [server for server in self.runs.all("server") if server.id != run.id and draws_from(run, server)]
         return [*servers, run]
@@ -337,7 +337,11 @@ class Agent:
         try:
             return self.runs.server(port)
         except RunDied:
-            return next((run for run in self.runs.all("server") if port in (None, run.spec.port)), None)
+            return next(iter(self._servers(port)), None)
+
+    def _servers(self, port: int | None) -> list[runs.Run]:
+        """The servers that ever ran, on that port if given, the newest first."""
+        return [run for run in self.runs.all("server") if port in (None, run.spec.port)]
 
     def _drawing_from(self, server: runs.Run) -> list[runs.Run]:
         return [run for run in self.runs.all() if draws_from(run, server) and run.alive()]

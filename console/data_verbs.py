@@ -74,6 +74,7 @@ def plan(
     model: str | None = None,
     layers: int = 3,
     show: list[str] | None = None,
+    port: int | None = None,
     trust_remote_code: bool = False,
     options: RowOptions = ROW_OPTIONS,
     common: Common = COMMON,
@@ -87,6 +88,7 @@ def plan(
         model: folder of the model on the host; the running server's without it.
         layers: how many layers are drawn.
         show: instead, show this row with its loss mask, by its line or index, e.g. 17 or b.parquet:17; repeatable.
+        port: port of the server that the model is taken from, where several run.
         trust_remote_code: let the model's own tokenizer code run.
     """
     from console import headless, words
@@ -102,7 +104,7 @@ def plan(
             "trust_remote_code": trust_remote_code,
             "options": asked_row_options(options, session),
         }
-        run = session.start("plan", job)
+        run = session.start("plan", job, port)
         shown = words.chosen_rows if show else words.plan
         return headless.end_job(session, run, lambda now: f"{now['rows']:,} rows read …", shown, common.json)
 

@@ -202,6 +202,7 @@ def status(*, port: int | None = None, watch: bool = False, common: Common = COM
 def logs(
     run: str | None = None,
     *,
+    port: int | None = None,
     follow: Annotated[bool, Parameter(alias="-f")] = False,
     common: Common = COMMON,
 ) -> int:
@@ -209,13 +210,14 @@ def logs(
 
     Args:
         run: id of a run, or its beginning.
+        port: port of the server, where several run.
         follow: go on as the log grows, until Ctrl+C.
     """
     from backends.sglang import mask_text
     from console import headless
 
     with open_host(common) as session:
-        found = session.host.request("run", run_id=run) if run else session.newest_server()
+        found = session.host.request("run", run_id=run) if run else session.newest_server(port)
         rest = b""
         try:
             for data in headless.follow_log(session, found["log"], follow):
@@ -330,19 +332,22 @@ def runs(run: str | None = None, *, common: Common = COMMON) -> int:
 
 
 @app.command
-def bundle(run: str | None = None, *, output: Path | None = None, common: Common = COMMON) -> int:
+def bundle(
+    run: str | None = None, *, port: int | None = None, output: Path | None = None, common: Common = COMMON
+) -> int:
     """Gather logs, state, evidence and versions of a run in one file to send to somebody, secrets masked.
 
     Args:
         run: id of a run, or its beginning; the newest server and extraction without it.
+        port: port of the server, where several run.
         output: the file, a .tar.gz in this folder without it.
     """
     from console import headless, words
-    from console.bundle import write
+    from console.bundle import seen, write
 
     with open_host(common) as session:
-        status = "\n".join(words.snapshot(session.snapshot())) + "\n"
-        path = write(session, {"status.txt": status}, run, output)
+        status = "\n".join(words.snapshot(seen(session, run, port))) + "\n"
+        path = write(session, {"status.txt": status}, run, output, port=port)
         headless.out({"schema": 1, "path": str(path)}, common.json, lambda made: [made["path"]])
         return ExitCode.OK
 

@@ -48,7 +48,7 @@ async def test_a_prompt_with_its_tokens_and_tensors() -> None:
         await until_shown(pilot, "2 tokens sent · 2 rows in every tensor")
         assert "19180" in shown(app)
         assert "output of layer 2" in shown(app)
-    assert asked(app, "start")[0]["job"] == {"text": "Hello world", "chat": False}
+    assert asked(app, "start") == [{"kind": "try", "job": {"text": "Hello world", "chat": False}, "port": 30000}]
 
 
 async def test_as_a_chat_message() -> None:

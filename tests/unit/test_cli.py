@@ -22,6 +22,7 @@ from made_dataset import make_dataset
 
 from backends import runs
 from backends.errors import OurBug
+from backends.jobs import describe
 from backends.runs import Run, Runs
 from console import cli
 
@@ -529,6 +530,37 @@ def test_several_servers(server: Callable[..., Run], layertap: Callable[..., Ran
     ended(layertap("stop"), 2, said)
     assert layertap("stop", "--port", first).returncode == 0
     assert json.loads(layertap("status", "--json").stdout)["server"]["port"] == second
+
+
+def test_whoever_is_told_to_say_which_server_can_say_it(
+    server: Callable[..., Run], start: Callable[..., Run], layertap: Callable[..., Ran], home: Path, all_runs: Runs
+) -> None:
+    (home / "rows.jsonl").write_text("{}\n")
+    first, second = (server("silent") for _ in range(2))
+    ports = f"{second.spec.port}, {first.spec.port}"
+    port = first.spec.port
+    for verb in ("logs", "plan rows.jsonl", "bundle", "status", "stacks", "stop"):
+        ended(layertap(*verb.split()), 2, f"layertap: servers run on ports {ports}; say which with --port")
+    until(lambda: "Load weight" in first.log.read_text())
+    logs = layertap("logs", "--port", port)
+    assert logs.returncode == 0 and f"port={port}" in logs.stdout
+    layertap("plan", "rows.jsonl", "--port", port)
+    (planned,) = all_runs.all("plan")
+    assert json.loads((planned.folder / "job.json").read_text())["model"] == first.spec.details["model"]
+    verified, drew = start("verify"), start("extract", details={"output": "/data", "server": first.id})
+    runs.write_json(drew.folder / "job.json", {"server": msgspec.to_builtins(describe(first))})
+    for words, shown in (
+        (("--port", port), first.id),
+        ((first.id,), first.id),
+        ((drew.id,), first.id),
+        ((verified.id,), second.id),
+    ):
+        made = layertap("bundle", *words, "--output", home / "b.tar.gz")
+        assert made.returncode == 0, made.stderr
+        with tarfile.open(home / "b.tar.gz") as tar:
+            files = {name.partition("/")[2]: tar.extractfile(name).read().decode() for name in tar.getnames()}
+        assert f"server {shown}" in files["status.txt"]
+        assert json.loads(files["overview.json"])["server"]["id"] == shown, words
 
 
 def test_a_run_of_another_machine_cannot_be_stopped_here(
