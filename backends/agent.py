@@ -33,7 +33,7 @@ from backends.doctor.examine import Doctor, Report
 from backends.doctor.report import Asked, Place
 from backends.errors import ExitCode, LayertapError, RunDied, UsageError
 from backends.frames import FrameError, pack, read_frame
-from backends.jobs import JOBS, describe, draws_from, refuse_second, start_job
+from backends.jobs import JOBS, absolute, describe, draws_from, refuse_second, start_job
 from backends.launch import Launching, launch
 from backends.logs import PartHead, read_part
 from backends.observation import Standing
@@ -242,9 +242,10 @@ class Agent:
         return folders.read_folder(path)
 
     def extraction(self, output: str | None = None) -> dict[str, Any] | None:
-        """The newest extraction, into `output` if given."""
+        """The newest extraction, into `output` if given; a relative path starts at the home folder."""
+        place = None if output is None else absolute(output)
         for run in self.runs.all("extract"):
-            if output is None or run.spec.details.get("output") == output:
+            if place is None or run.spec.details.get("output") == place:
                 return self.run(run.id)
         return None
 
@@ -271,7 +272,8 @@ class Agent:
 
     def sample_log(self, path: str, number: int) -> list[datasets.SampleLog]:
         """What the logs of the extractions into a dataset say of one of its samples, the newest first."""
-        drawn = (run for run in self.runs.all("extract") if run.spec.details.get("output") == path)
+        place = absolute(path)
+        drawn = (run for run in self.runs.all("extract") if run.spec.details.get("output") == place)
         logs = (datasets.log_of_sample(run.id, run.log, number) for run in drawn)
         return [log for log in logs if log.lines]
 
@@ -301,8 +303,8 @@ class Agent:
 
     def remove_demo(self, path: str) -> None:
         """Delete the dataset of an earlier demo. Raises UsageError for a folder that holds anything else, Locked."""
-        refuse_second(self.runs, path)
-        place = Path(path)
+        place = Path(absolute(path))
+        refuse_second(self.runs, str(place))
         there = {entry.name for entry in place.iterdir()} if place.is_dir() else set()
         manifest = _json(place / "manifest.json")
         embedded = isinstance(manifest, dict) and str(manifest.get("profile")).startswith("embedded-")

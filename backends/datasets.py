@@ -97,7 +97,7 @@ def written(path: str, after: int, ranges: Sequence[Range] | None = None) -> lis
     Only those in `ranges` (first and last number, ascending), where they are given. Raises UsageError.
     """
     try:
-        with Ledger(Path(path), read_only=True) as ledger:
+        with Ledger(Path.home() / Path(path).expanduser(), read_only=True) as ledger:
             return list(_page(ledger, after, ranges))
     except (LedgerError, sqlite3.DatabaseError) as error:
         raise UsageError(str(error)) from error

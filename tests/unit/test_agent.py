@@ -253,6 +253,19 @@ def test_a_second_extraction_into_the_same_folder(agent: Agent, start: Start, ho
     assert failed.value.exit_code == 7
 
 
+@pytest.mark.parametrize("output", ["{home}/data", "data", "~/data/"])
+def test_an_extraction_is_found_by_its_folder_however_that_is_named(
+    agent: Agent, start: Start, home: Path, output: str
+) -> None:
+    other, run = (start("extract", details={"output": f"{home}/{name}"}) for name in ("other", "data"))
+    for one in (other, run):
+        one.log.write_text("sample 7 is drawn again\n")
+    asked = output.format(home=home)
+    found = agent.extraction(asked)
+    assert found and found["id"] == run.id
+    assert [log.run for log in agent.sample_log(asked, 7)] == [run.id]
+
+
 def test_a_job_that_fails_says_why(agent: Agent, home: Path) -> None:
     run = agent.start("verify", {"output": "nothing"})
     ended: dict[str, Any] = until(lambda: (now := agent.run(run["id"]))["exit"] and now)
@@ -319,6 +332,7 @@ def test_a_demo_behind_a_symbolic_link_is_not_removed(agent: Agent, dataset: Cal
 def test_a_demo_that_is_being_drawn_is_not_removed(agent: Agent, dataset: Callable[[str], Path], start: Start) -> None:
     folder = dataset("embedded-llama")
     start("extract", details={"output": str(folder)})
-    with pytest.raises(Locked):
-        agent.remove_demo(str(folder))
+    for path in (str(folder), "data", "~/data"):
+        with pytest.raises(Locked):
+            agent.remove_demo(path)
     assert folder.exists()

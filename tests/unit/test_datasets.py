@@ -60,6 +60,12 @@ def test_samples_in_one_state(dataset: Path) -> None:
     assert (numbers(page), page.before) == ([9], 1)
 
 
+def test_a_relative_path_starts_at_the_home_folder(home: Path) -> None:
+    make_dataset(home / "data", samples=3)
+    assert datasets.describe("data").path == datasets.samples("data").path == f"{home}/data"
+    assert [sample.number for sample in datasets.written("data", -1)] == [0, 1, 2]
+
+
 def test_samples_of_no_dataset(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as failed:
         datasets.samples(str(tmp_path))
