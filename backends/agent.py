@@ -11,7 +11,6 @@ import getpass
 import importlib.metadata
 import os
 import platform
-import shutil
 import signal
 import socket
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from backends import bundle, datasets, folders, patience, payloads, runs, stacks
+from backends import bundle, datasets, earlier_demo, folders, patience, payloads, runs, stacks
 from backends.alarms import AlarmWatch
 from backends.alarms import Limits as AlarmLimits
 from backends.diagnose import Limits
@@ -305,16 +304,7 @@ class Agent:
         """Delete the dataset of an earlier demo. Raises UsageError for a folder that holds anything else, Locked."""
         place = Path(absolute(path))
         refuse_second(self.runs, str(place))
-        there = {entry.name for entry in place.iterdir()} if place.is_dir() else set()
-        manifest = _json(place / "manifest.json")
-        embedded = isinstance(manifest, dict) and str(manifest.get("profile")).startswith("embedded-")
-        if not embedded and not there <= {".lock"}:
-            raise UsageError(f"{place} is not empty and holds no demo; give another folder")
-        try:
-            if there:
-                shutil.rmtree(place)
-        except OSError as error:
-            raise UsageError(f"{place}: {error}") from error
+        earlier_demo.remove(place)
 
     def _report_once(self, watch: ServerWatch, phase: str | None) -> None:
         """Read the stacks of a run that seems to hang, once a phase: a hang that was none must not hide the next one.

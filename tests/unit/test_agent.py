@@ -279,11 +279,15 @@ def test_a_job_that_fails_says_why(agent: Agent, home: Path) -> None:
 # --- An earlier demo ---
 
 
+DEMO_ROWS = "/cache/payload-0123/host/backends/embedded/conversations.jsonl"
+
+
 @pytest.fixture
-def dataset(home: Path) -> Callable[[str], Path]:
-    def made(profile: str) -> Path:
+def dataset(home: Path) -> Callable[..., Path]:
+    def made(profile: str, input: str = DEMO_ROWS) -> Path:
         (home / "data" / "native").mkdir(parents=True)
-        (home / "data" / "manifest.json").write_text(json.dumps({"profile": profile}))
+        manifest = {"profile": profile, "input": input, "settings": {"formats": ["native", "specforge"]}}
+        (home / "data" / "manifest.json").write_text(json.dumps(manifest))
         return home / "data"
 
     return made
@@ -291,6 +295,11 @@ def dataset(home: Path) -> Callable[[str], Path]:
 
 def test_an_earlier_demo_is_removed(agent: Agent, dataset: Callable[[str], Path]) -> None:
     folder = dataset("embedded-kimi-k2_5")
+    for name in ("native/rows_0-2000/0.safetensors", "specforge/a", "tokens/ids.bin", "ledger.sqlite"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    for name in (".lock", "ledger.sqlite-journal", ".manifest.json.4711"):
+        (folder / name).touch()
     agent.remove_demo(str(folder))
     assert not folder.exists()
     agent.remove_demo(str(folder))
@@ -311,7 +320,28 @@ def test_a_dataset_that_is_no_demo_is_never_removed(agent: Agent, dataset: Calla
     assert (folder / "native").is_dir()
 
 
-@pytest.mark.parametrize("manifest", [None, "{", "[]", "{}"])
+def test_a_dataset_of_other_rows_is_never_removed(agent: Agent, dataset: Callable[..., Path]) -> None:
+    folder = dataset("embedded-llama", "/home/me/rows.jsonl")
+    with pytest.raises(UsageError, match="is not empty and holds no demo"):
+        agent.remove_demo(str(folder))
+    assert (folder / "native").is_dir()
+
+
+@pytest.mark.parametrize("kept", ["notes/thesis.txt", "notes.md", "speculators/data_0.pt", "pull.json", "ledger.md"])
+def test_what_somebody_put_beside_a_demo_is_never_removed(
+    agent: Agent, dataset: Callable[..., Path], kept: str
+) -> None:
+    folder = dataset("embedded-llama")
+    (folder / kept).parent.mkdir(exist_ok=True)
+    (folder / kept).touch()
+    with pytest.raises(UsageError) as failed:
+        agent.remove_demo(str(folder))
+    named = kept.partition("/")[0]
+    assert str(failed.value) == f"{folder} holds more than a demo: {named}; move that away, or give another folder"
+    assert (folder / kept).exists()
+
+
+@pytest.mark.parametrize("manifest", [None, "{", "[]", "{}", '{"profile": "embedded-llama"}'])
 def test_a_folder_of_something_else_is_never_removed(agent: Agent, home: Path, manifest: str | None) -> None:
     (home / "thesis.txt").touch()
     if manifest is not None:
