@@ -421,6 +421,17 @@ async def test_the_models_own_code_runs_where_the_server_was_launched_so(monkeyp
         assert jobs.started[0][1]["trust_remote_code"] is True
 
 
+async def test_read_only_plans_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_extraction(monkeypatch, None)
+    jobs = MadeJobs(plan=PLAN)
+    app = made_console(jobs, read_only=True)
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        await open_form(app, pilot)
+        await pilot.press("ctrl+r")
+        await until_shown(pilot, "--read-only")
+    assert jobs.started == []
+
+
 async def test_a_plan_that_nobody_waits_for_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     with_extraction(monkeypatch, None)
     jobs = MadeJobs(plan=PLAN)

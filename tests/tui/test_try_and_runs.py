@@ -72,6 +72,16 @@ async def test_an_empty_prompt_asks_nothing() -> None:
         assert asked(app, "start") == []
 
 
+async def test_read_only_sends_no_prompt() -> None:
+    app = console(read_only=True)
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        await pilot.press("t")
+        await until_shown(pilot, "a prompt")
+        await pilot.press("x", "enter")
+        await until_shown(pilot, "--read-only")
+    assert asked(app, "start") == []
+
+
 async def test_a_try_that_fails_says_why_in_the_screen() -> None:
     app = console(answers={"start": RunDied("no server of ours runs here; `layertap launch` it")})
     async with app.run_test(size=SIZE) as pilot:

@@ -40,7 +40,7 @@ class TryScreen(HostScreen):
     @on(Input.Submitted)
     def send(self, event: Input.Submitted) -> None:
         """Send it, unless one is under way."""
-        if event.value:
+        if event.value and self.may_change():
             chat = self.query_one(Checkbox).value
             self.run_worker(self._try(event.value, chat), exclusive=True, group="try")
 
