@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from backends import bundle, datasets, earlier_demo, folders, patience, payloads, runs, stacks
+from backends import bundle, datasets, earlier_demo, folders, patience, payloads, ports, runs, stacks
 from backends.alarms import AlarmWatch
 from backends.alarms import Limits as AlarmLimits
 from backends.diagnose import Limits
@@ -106,9 +106,7 @@ class Agent:
 
     def free_port(self) -> int:
         """A port of the loopback address that nobody listens on now."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return int(probe.getsockname()[1])
+        return ports.free_port()
 
     def situation(self, model: str | None = None) -> Situation:
         """This host's GPUs, and what the config of the model in that folder says; see `backends.situation`."""

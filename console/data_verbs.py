@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from backends.errors import ExitCode
 from console.options import (
     COMMON,
+    PORTS,
     ROW_OPTIONS,
     Common,
+    Port,
     RowOptions,
     app,
     asked_formats,
@@ -27,7 +29,7 @@ def try_prompt(
     text: str,
     *,
     chat: bool = False,
-    port: int | None = None,
+    port: Port | None = None,
     common: Common = COMMON,
 ) -> int:
     """Send one prompt and show its tokens and what came out of every layer.
@@ -45,7 +47,7 @@ def try_prompt(
 
 
 @app.command
-def probe(*, against_hf: bool = False, port: int | None = None, common: Common = COMMON) -> int:
+def probe(*, against_hf: bool = False, port: Port | None = None, common: Common = COMMON) -> int:
     """Show by drawing that a server is safe to draw from: alone, in a batch, on every rank; exit 6 where it is not.
 
     Args:
@@ -74,7 +76,7 @@ def plan(
     model: str | None = None,
     layers: int = 3,
     show: list[str] | None = None,
-    port: int | None = None,
+    port: Port | None = None,
     trust_remote_code: bool = False,
     options: RowOptions = ROW_OPTIONS,
     common: Common = COMMON,
@@ -115,7 +117,7 @@ def extract(
     *,
     output: Path,
     format: str | None = None,
-    port: list[int] | None = None,
+    port: Annotated[list[int] | None, PORTS] = None,
     watch: bool = False,
     detach: bool = False,
     allow_volatile: bool = False,

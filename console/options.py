@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, Group, Parameter
 
 from backends.errors import UsageError
+from backends.ports import require_port
 from console import VERSION
 
 if TYPE_CHECKING:
@@ -29,6 +30,16 @@ app = App(
 LAYERS = Group("Layers", help="Which layers' states; name them in one way.")
 SETTINGS = Group("Settings", help="What is changed of the profile.")
 ROWS = Group("Rows", help="How rows are read.")
+
+
+def _require_ports(_: object, given: int | list[int] | None) -> None:
+    for number in given if isinstance(given, list) else [given]:
+        if number is not None:
+            require_port(number)
+
+
+PORTS = Parameter(validator=_require_ports)
+Port = Annotated[int, PORTS]
 
 
 @Parameter(name="*")

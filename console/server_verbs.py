@@ -18,6 +18,7 @@ from console.options import (
     SETTING_OPTIONS,
     Common,
     LayerOptions,
+    Port,
     SettingOptions,
     app,
     host_path,
@@ -33,7 +34,7 @@ def launch(
     profile: str | None = None,
     *,
     model: str | None = None,
-    port: int = DEFAULT_PORT,
+    port: Port = DEFAULT_PORT,
     timeout: float = 3600.0,
     detach: bool = False,
     dry_run: bool = False,
@@ -165,7 +166,7 @@ def tune(
 
 
 @app.command
-def status(*, port: int | None = None, watch: bool = False, common: Common = COMMON) -> int:
+def status(*, port: Port | None = None, watch: bool = False, common: Common = COMMON) -> int:
     """Show the server with phases, verdict and evidence, the dumps and the newest extraction.
 
     Args:
@@ -202,7 +203,7 @@ def status(*, port: int | None = None, watch: bool = False, common: Common = COM
 def logs(
     run: str | None = None,
     *,
-    port: int | None = None,
+    port: Port | None = None,
     follow: Annotated[bool, Parameter(alias="-f")] = False,
     common: Common = COMMON,
 ) -> int:
@@ -238,7 +239,7 @@ def doctor(
     profile: str | None = None,
     model: str | None = None,
     output: Path | None = None,
-    port: int = DEFAULT_PORT,
+    port: Port = DEFAULT_PORT,
     common: Common = COMMON,
 ) -> int:
     """Check a host before a launch, and say what to do; exit 1 where something fails. Changes nothing.
@@ -265,7 +266,7 @@ def doctor(
 
 
 @app.command
-def stacks(run: str | None = None, *, port: int | None = None, common: Common = COMMON) -> int:
+def stacks(run: str | None = None, *, port: Port | None = None, common: Common = COMMON) -> int:
     """Read where every rank, the detokenizer and the launcher of a server stand, and which rank differs.
 
     Args:
@@ -333,7 +334,7 @@ def runs(run: str | None = None, *, common: Common = COMMON) -> int:
 
 @app.command
 def bundle(
-    run: str | None = None, *, port: int | None = None, output: Path | None = None, common: Common = COMMON
+    run: str | None = None, *, port: Port | None = None, output: Path | None = None, common: Common = COMMON
 ) -> int:
     """Gather logs, state, evidence and versions of a run in one file to send to somebody, secrets masked.
 
@@ -353,7 +354,7 @@ def bundle(
 
 
 @app.command
-def stop(run: str | None = None, *, port: int | None = None, common: Common = COMMON) -> int:
+def stop(run: str | None = None, *, port: Port | None = None, common: Common = COMMON) -> int:
     """Stop a server (with what draws from it) or any run, and prove that nothing is left.
 
     Args:
