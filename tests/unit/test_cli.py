@@ -191,6 +191,17 @@ def test_what_cannot_be_done_as_asked(layertap: Callable[..., Ran], home: Path, 
     ended(layertap(*words.split()), 2, f"layertap: {said.format(home=home)}")
 
 
+def test_a_browsers_port_that_is_taken(layertap: Callable[..., Ran]) -> None:
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        port = stranger.getsockname()[1]
+        ran = layertap("--serve", port)
+    assert ran.returncode == 2
+    said = f"layertap: port {port} of 127.0.0.1: Address already in use; choose another port for --serve"
+    assert ran.stderr.splitlines()[-1] == said
+
+
 def test_a_mistake_in_the_config(layertap: Callable[..., Ran], home: Path) -> None:
     (home / "layertap.toml").write_text('[host.local]\npyhton = "/p"\n')
     said = "Object contains unknown field `pyhton` - at `$.host[...]`; did you mean `python`?"
