@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from backends.errors import ExitCode
+from backends.errors import ExitCode, UsageError
 from console.options import (
     COMMON,
     PORTS,
@@ -229,6 +229,8 @@ def verify(dataset: Path, *, sample: int | None = None, common: Common = COMMON)
     """
     from console import headless, words
 
+    if sample is not None and sample < 1:
+        raise UsageError(f"--sample {sample}: give how many samples to verify, 1 or more, or leave it out for all")
     with open_host(common) as session:
         job = {"output": host_path(dataset, common), "sample": sample}
         run = session.start("verify", job)

@@ -156,10 +156,12 @@ def asked_row_options(options: RowOptions, session: Session) -> dict[str, Any]:
     defaults = session.defaults
     if (options.prompt_column is None) != (options.response_column is None):
         raise UsageError("--prompt-column and --response-column go together")
+    if options.max_length is not None and options.max_length < 1:
+        raise UsageError(f"--max-length {options.max_length}: give at least 1 token, or leave it out for the server's")
     return {
         "prompt_column": options.prompt_column,
         "response_column": options.response_column,
-        "max_length": options.max_length or defaults.max_length,
+        "max_length": defaults.max_length if options.max_length is None else options.max_length,
         "overlong": options.overlong or defaults.overlong,
         "last_turn_only": options.last_turn_only,
         "allow_ignored_roles": options.allow_ignored_roles,

@@ -183,6 +183,17 @@ def test_words_that_are_not_understood(layertap: Callable[..., Ran], words: str,
             )
         ),
         ("--serve 99999", "port 99999: there are ports 1 to 65535, choose one of them"),
+        *(
+            (
+                f"verify out --sample {number}",
+                f"--sample {number}: give how many samples to verify, 1 or more, or leave it out for all",
+            )
+            for number in (0, -1)
+        ),
+        (
+            "plan rows.jsonl --model /m --max-length 0",
+            "--max-length 0: give at least 1 token, or leave it out for the server's",
+        ),
         ("verify out", "{home}/out is no dataset: it has no manifest.json"),
         ("sample out 3", "{home}/out is no dataset: it has no manifest.json"),
     ],
