@@ -127,7 +127,7 @@ def samples(path: str, after: int = -1, before: int | None = None, state: State 
     Only those in `state`, where it is given. A relative path starts at the home folder. Raises UsageError.
     """
     place = Path.home() / Path(path).expanduser()
-    side, order, edge = (">", "ASC", after) if before is None else ("<", "DESC", before)
+    side, order, edge = (">", "ASC", min(after, LAST)) if before is None else ("<", "DESC", min(before, LAST))
     of_state = "" if state is None else "state = ? AND"
     kind = () if state is None else (state,)
     try:

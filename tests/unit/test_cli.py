@@ -646,7 +646,8 @@ def test_an_extraction_is_attached_to_and_stopped(
 
 def test_a_sample_that_is_not_there(layertap: Callable[..., Ran], home: Path) -> None:
     make_dataset(home / "data", samples=3)
-    ended(layertap("sample", "data", 99), 2, f"layertap: no sample 99 in {home}/data/ledger.sqlite")
+    for number in (99, 10**20):
+        ended(layertap("sample", "data", number), 2, f"layertap: no sample {number} in {home}/data/ledger.sqlite")
 
 
 def test_ctrl_c_ends_a_try_and_its_job(server: Callable[..., Run], begin: Callable, all_runs: Runs) -> None:

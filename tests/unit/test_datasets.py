@@ -38,7 +38,9 @@ def test_samples_by_number(dataset: Path) -> None:
     assert (numbers(page), page.before) == ([4, 5, 6, 7], 4)
     page = datasets.samples(str(dataset), after=7, most=4)
     assert (numbers(page), page.before) == ([8, 9], 8)
-    assert numbers(datasets.samples(str(dataset), after=9)) == []
+    for none in (9, datasets.LAST, 10**20):
+        assert numbers(datasets.samples(str(dataset), after=none)) == []
+    assert numbers(datasets.samples(str(dataset), before=10**20, most=1)) == [9]
 
 
 def test_samples_before_a_number(dataset: Path) -> None:
