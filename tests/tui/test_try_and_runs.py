@@ -10,6 +10,8 @@ from scenes import AT, SCENES
 
 from backends.errors import RunDied
 from console.tui import jobs
+from console.tui.screens import runs as runs_screen
+from console.tui.widgets.table import Table
 
 SIZE = (120, 40)
 TRIED = {
@@ -143,3 +145,19 @@ async def test_runs_with_how_they_went(monkeypatch: pytest.MonkeyPatch) -> None:
         await pilot.press("g")
         await until_shown(pilot, "folder: /state/runs/verify-1")
         assert "hunter2" not in shown(app)
+
+
+async def test_a_run_that_goes_on_lasts_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [AT]
+    monkeypatch.setattr(runs_screen, "now", lambda: clock[0])
+    monkeypatch.setattr(runs_screen, "RENEW_SECONDS", 0.05)
+    going = run("extract-1", state="running", exit=None)
+    app = console(answers={"all": [going, run("verify-2")], "run": going})
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        await pilot.press("r")
+        await until_shown(pilot, "verify-2")
+        await pilot.press("j")
+        clock[0] = AT + 7110.0
+        await until_shown(pilot, "2 h 0 m")
+        assert shown(app).count("90 s") == 1  # what has ended lasts no longer
+        assert app.screen.query_one(Table).cursor_row == 1
