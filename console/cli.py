@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cyclopts import CycloptsError
 
 from backends.errors import ExitCode, LayertapError, UsageError
-from console import DEFAULT_PORT, VERSION, data_verbs, server_verbs  # noqa: F401 - they register their verbs
+from console import data_verbs, server_verbs  # noqa: F401 - they register their verbs
 from console.options import COMMON, Common, Port, app, host_path, open_host
 
 if TYPE_CHECKING:

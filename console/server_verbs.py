@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -24,9 +24,6 @@ from console.options import (
     host_path,
     open_host,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 @app.command
