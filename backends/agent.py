@@ -11,7 +11,6 @@ import getpass
 import importlib.metadata
 import os
 import platform
-import shutil
 import signal
 import socket
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from backends import bundle, datasets, folders, patience, payloads, runs, stacks
+from backends import bundle, datasets, earlier_demo, folders, patience, payloads, ports, runs, stacks
 from backends.alarms import AlarmWatch
 from backends.alarms import Limits as AlarmLimits
 from backends.diagnose import Limits
@@ -33,7 +32,7 @@ from backends.doctor.examine import Doctor, Report
 from backends.doctor.report import Asked, Place
 from backends.errors import ExitCode, LayertapError, RunDied, UsageError
 from backends.frames import FrameError, pack, read_frame
-from backends.jobs import JOBS, describe, draws_from, refuse_second, start_job
+from backends.jobs import JOBS, absolute, describe, draws_from, refuse_second, start_job
 from backends.launch import Launching, launch
 from backends.logs import PartHead, read_part
 from backends.observation import Standing
@@ -107,9 +106,7 @@ class Agent:
 
     def free_port(self) -> int:
         """A port of the loopback address that nobody listens on now."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return int(probe.getsockname()[1])
+        return ports.free_port()
 
     def situation(self, model: str | None = None) -> Situation:
         """This host's GPUs, and what the config of the model in that folder says; see `backends.situation`."""
@@ -242,9 +239,10 @@ class Agent:
         return folders.read_folder(path)
 
     def extraction(self, output: str | None = None) -> dict[str, Any] | None:
-        """The newest extraction, into `output` if given."""
+        """The newest extraction, into `output` if given; a relative path starts at the home folder."""
+        place = None if output is None else absolute(output)
         for run in self.runs.all("extract"):
-            if output is None or run.spec.details.get("output") == output:
+            if place is None or run.spec.details.get("output") == place:
                 return self.run(run.id)
         return None
 
@@ -271,18 +269,20 @@ class Agent:
 
     def sample_log(self, path: str, number: int) -> list[datasets.SampleLog]:
         """What the logs of the extractions into a dataset say of one of its samples, the newest first."""
-        drawn = (run for run in self.runs.all("extract") if run.spec.details.get("output") == path)
+        place = absolute(path)
+        drawn = (run for run in self.runs.all("extract") if run.spec.details.get("output") == place)
         logs = (datasets.log_of_sample(run.id, run.log, number) for run in drawn)
         return [log for log in logs if log.lines]
 
-    def bundle(self, run_id: str | None, extra: dict[str, str]) -> bundle.Bundle:
+    def bundle(self, run_id: str | None, extra: dict[str, str], port: int | None = None) -> bundle.Bundle:
         """What a support bundle holds of a run and its server, secrets masked; `extra` are texts of the console's own.
 
-        Without a run it is about the newest server and the newest extraction.
+        Without a run it is about the newest server, of `port` if given, and the newest extraction.
         """
-        chosen = self._of_bundle(run_id)
+        chosen = self._of_bundle(run_id, port)
         server = next((run for run in chosen if run.spec.kind == "server"), None)
-        asked: dict[str, Any] = {"overview": self.overview(server.id if server else None)}
+        shown = server or next(iter(self._servers(port)), None)  # of several that are live too
+        asked: dict[str, Any] = {"overview": self.overview(shown.id if shown else None, port)}
         if server:
             asked["diagnosis"] = self.status(server.id)
             try:
@@ -291,28 +291,18 @@ class Agent:
                 asked["effective"] = {"error": str(error)}
         return bundle.make(chosen, asked, extra)
 
-    def _of_bundle(self, run_id: str | None) -> list[runs.Run]:
+    def _of_bundle(self, run_id: str | None, port: int | None) -> list[runs.Run]:
         if run_id is None:
-            found = (next(iter(self.runs.all(kind)), None) for kind in ("server", "extract"))
-            return [run for run in found if run]
+            return [*self._servers(port)[:1], *self.runs.all("extract")[:1]]
         run = self.runs.get(run_id)
         servers = [server for server in self.runs.all("server") if server.id != run.id and draws_from(run, server)]
         return [*servers, run]
 
     def remove_demo(self, path: str) -> None:
         """Delete the dataset of an earlier demo. Raises UsageError for a folder that holds anything else, Locked."""
-        refuse_second(self.runs, path)
-        place = Path(path)
-        there = {entry.name for entry in place.iterdir()} if place.is_dir() else set()
-        manifest = _json(place / "manifest.json")
-        embedded = isinstance(manifest, dict) and str(manifest.get("profile")).startswith("embedded-")
-        if not embedded and not there <= {".lock"}:
-            raise UsageError(f"{place} is not empty and holds no demo; give another folder")
-        try:
-            if there:
-                shutil.rmtree(place)
-        except OSError as error:
-            raise UsageError(f"{place}: {error}") from error
+        place = Path(absolute(path))
+        refuse_second(self.runs, str(place))
+        earlier_demo.remove(place)
 
     def _report_once(self, watch: ServerWatch, phase: str | None) -> None:
         """Read the stacks of a run that seems to hang, once a phase: a hang that was none must not hide the next one.
@@ -337,7 +327,11 @@ class Agent:
         try:
             return self.runs.server(port)
         except RunDied:
-            return next((run for run in self.runs.all("server") if port in (None, run.spec.port)), None)
+            return next(iter(self._servers(port)), None)
+
+    def _servers(self, port: int | None) -> list[runs.Run]:
+        """The servers that ever ran, on that port if given, the newest first."""
+        return [run for run in self.runs.all("server") if port in (None, run.spec.port)]
 
     def _drawing_from(self, server: runs.Run) -> list[runs.Run]:
         return [run for run in self.runs.all() if draws_from(run, server) and run.alive()]

@@ -97,7 +97,7 @@ def written(path: str, after: int, ranges: Sequence[Range] | None = None) -> lis
     Only those in `ranges` (first and last number, ascending), where they are given. Raises UsageError.
     """
     try:
-        with Ledger(Path(path), read_only=True) as ledger:
+        with Ledger(Path.home() / Path(path).expanduser(), read_only=True) as ledger:
             return list(_page(ledger, after, ranges))
     except (LedgerError, sqlite3.DatabaseError) as error:
         raise UsageError(str(error)) from error
@@ -127,7 +127,7 @@ def samples(path: str, after: int = -1, before: int | None = None, state: State 
     Only those in `state`, where it is given. A relative path starts at the home folder. Raises UsageError.
     """
     place = Path.home() / Path(path).expanduser()
-    side, order, edge = (">", "ASC", after) if before is None else ("<", "DESC", before)
+    side, order, edge = (">", "ASC", min(after, LAST)) if before is None else ("<", "DESC", min(before, LAST))
     of_state = "" if state is None else "state = ? AND"
     kind = () if state is None else (state,)
     try:

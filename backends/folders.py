@@ -21,7 +21,10 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Folder(msgspec.Struct, frozen=True):
-    """A folder by its absolute path: its entries, folders first, and how many are left out."""
+    """A folder by its absolute path: its entries, folders first, and how many are left out.
+
+    What has a name that is not UTF-8 is among the latter: no JSON holds it, nor does any path that a person types.
+    """
 
     path: str
     entries: list[Entry]
@@ -33,10 +36,15 @@ def read_folder(path: str) -> Folder:
     place = Path.home() / Path(path).expanduser()
     try:
         with os.scandir(place) as found:
-            entries = sorted(map(_entry, found), key=lambda entry: (not entry.folder, entry.name))
+            there = list(found)
     except OSError as error:
         raise UsageError(f"{place}: {error.strerror}") from error
-    return Folder(str(place), entries[:MOST], max(0, len(entries) - MOST))
+    entries = sorted(map(_entry, filter(_is_text, there)), key=lambda entry: (not entry.folder, entry.name))[:MOST]
+    return Folder(str(place), entries, len(there) - len(entries))
+
+
+def _is_text(found: os.DirEntry[str]) -> bool:
+    return found.name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in found.name)
 
 
 def _entry(found: os.DirEntry[str]) -> Entry:

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from backends.errors import Locked, NotReady, UsageError
-from backends.runs import CODE, Run, Runs, port_free, python_path
+from backends.ports import port_free
+from backends.runs import CODE, Run, Runs, python_path
 from backends.sglang import Launch, mask_argv, masked
 from capture.dumps.dump import DumpError, make_private
 from capture.layers import LayerChoice

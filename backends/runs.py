@@ -40,6 +40,7 @@ import psutil
 import capture
 from backends import shared_memory
 from backends.errors import Locked, RunDied, UsageError
+from backends.ports import port_free
 from capture import events
 from capture.dumps.dump import DumpError
 from capture.server import Process
@@ -455,17 +456,6 @@ def stop(
     if how != NOT_RUNNING:
         events.append(run.folder, "stopped", how=made.how, seconds=made.seconds, left=made.left)
     return made
-
-
-def port_free(port: int) -> bool:
-    """Whether a server could listen on `port` of the loopback address."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def boot_id() -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from backends.errors import UsageError
+from backends.ports import require_port
 from backends.situation import Match, Situation
 from capture.tap.memory import parse_bytes
 
@@ -203,8 +204,10 @@ def resolve(
     """Merge a profile, what it extends and `overrides` into the launch of one server under SGLang `version`.
 
     `model` wins over the profile's. Raises ProfileError where the version is outside the profile's range, no model is
-    named, the host is not loopback, or an argument is one that this version does not take any more.
+    named, the host is not loopback, or an argument is one that this version does not take any more, UsageError where
+    `port` is none.
     """
+    require_port(port)
     overrides = overrides or Overrides()
     lineage = _lineage(profile_name, profiles)
     _check_version(lineage, version)

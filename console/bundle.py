@@ -8,6 +8,7 @@ import tarfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -19,8 +20,28 @@ from console.session import Session
 SECONDS = 120  # that the host may take to gather it
 
 
-def write(session: Session, picture: Mapping[str, str], run: str | None = None, output: Path | None = None) -> Path:
-    """Gather a bundle of a run, the newest without one, and write it; returns where.
+def seen(session: Session, run: str | None, port: int | None) -> dict[str, Any]:
+    """A snapshot for a bundle: with the server that `run` is or drew from, else the newest; without a run, `port`'s.
+
+    Raises UsageError where there is no such run, or where several servers are live and neither is given.
+    """
+    if run is None:
+        return session.snapshot(port)
+    found = session.host.request("run", run_id=run)
+    own = found["id"] if found["kind"] == "server" else found["details"].get("server")
+    servers = [one["id"] for one in session.host.request("all", kind="server")]
+    return session.snapshot(run_id=own if own in servers else next(iter(servers), None))
+
+
+def write(
+    session: Session,
+    picture: Mapping[str, str],
+    run: str | None = None,
+    output: Path | None = None,
+    *,
+    port: int | None = None,
+) -> Path:
+    """Gather a bundle of a run and write it; returns where. Without a run, of the newest server, `port`'s if given.
 
     `picture` is what is seen now, by file name. The host masks all of it, since it knows its secrets. Raises UsageError
     where the file cannot be written.
@@ -31,7 +52,7 @@ def write(session: Session, picture: Mapping[str, str], run: str | None = None, 
         extra["doctor.json"] = _json(examine(session, Wanted()))
     except LayertapError as error:
         extra["doctor.json"] = _json({"error": str(error)})
-    made = session.host.request("bundle", seconds=SECONDS, run_id=run, extra=extra)
+    made = session.host.request("bundle", seconds=SECONDS, run_id=run, port=port, extra=extra)
     files = {**made["files"], "masked.json": _json({"schema": 1, "masked": made["masked"]})}
     name = f"layertap-bundle-{session.hello['host']}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = output.expanduser() if output else Path.cwd() / f"{name}.tar.gz"

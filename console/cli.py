@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from cyclopts import CycloptsError
 
 from backends.errors import ExitCode, LayertapError, UsageError
-from console import DEFAULT_PORT, VERSION, data_verbs, server_verbs  # noqa: F401 - they register their verbs
-from console.options import COMMON, Common, app, host_path, open_host
+from console import data_verbs, server_verbs  # noqa: F401 - they register their verbs
+from console.options import COMMON, Common, Port, app, host_path, open_host
 
 if TYPE_CHECKING:
     from console.demo import Follow, Say
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @app.default
 def console(
-    *, read_only: bool = False, port: int | None = None, serve: int | None = None, common: Common = COMMON
+    *, read_only: bool = False, port: Port | None = None, serve: Port | None = None, common: Common = COMMON
 ) -> int:
     """Open the console on a host: link, server, GPUs, dumps and extraction live, and every verb by a key.
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from backends.errors import ExitCode
+from backends.errors import ExitCode, UsageError
 from console.options import (
     COMMON,
+    PORTS,
     ROW_OPTIONS,
     Common,
+    Port,
     RowOptions,
     app,
     asked_formats,
@@ -27,7 +29,7 @@ def try_prompt(
     text: str,
     *,
     chat: bool = False,
-    port: int | None = None,
+    port: Port | None = None,
     common: Common = COMMON,
 ) -> int:
     """Send one prompt and show its tokens and what came out of every layer.
@@ -45,7 +47,7 @@ def try_prompt(
 
 
 @app.command
-def probe(*, against_hf: bool = False, port: int | None = None, common: Common = COMMON) -> int:
+def probe(*, against_hf: bool = False, port: Port | None = None, common: Common = COMMON) -> int:
     """Show by drawing that a server is safe to draw from: alone, in a batch, on every rank; exit 6 where it is not.
 
     Args:
@@ -74,6 +76,7 @@ def plan(
     model: str | None = None,
     layers: int = 3,
     show: list[str] | None = None,
+    port: Port | None = None,
     trust_remote_code: bool = False,
     options: RowOptions = ROW_OPTIONS,
     common: Common = COMMON,
@@ -87,6 +90,7 @@ def plan(
         model: folder of the model on the host; the running server's without it.
         layers: how many layers are drawn.
         show: instead, show this row with its loss mask, by its line or index, e.g. 17 or b.parquet:17; repeatable.
+        port: port of the server that the model is taken from, where several run.
         trust_remote_code: let the model's own tokenizer code run.
     """
     from console import headless, words
@@ -102,7 +106,7 @@ def plan(
             "trust_remote_code": trust_remote_code,
             "options": asked_row_options(options, session),
         }
-        run = session.start("plan", job)
+        run = session.start("plan", job, port)
         shown = words.chosen_rows if show else words.plan
         return headless.end_job(session, run, lambda now: f"{now['rows']:,} rows read …", shown, common.json)
 
@@ -113,7 +117,7 @@ def extract(
     *,
     output: Path,
     format: str | None = None,
-    port: list[int] | None = None,
+    port: Annotated[list[int] | None, PORTS] = None,
     watch: bool = False,
     detach: bool = False,
     allow_volatile: bool = False,
@@ -225,6 +229,8 @@ def verify(dataset: Path, *, sample: int | None = None, common: Common = COMMON)
     """
     from console import headless, words
 
+    if sample is not None and sample < 1:
+        raise UsageError(f"--sample {sample}: give how many samples to verify, 1 or more, or leave it out for all")
     with open_host(common) as session:
         job = {"output": host_path(dataset, common), "sample": sample}
         run = session.start("verify", job)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from backends import sglang
-from backends.errors import ExitCode, LayertapError, LeftBehind, NotReady
+from backends.errors import ConnectionFailed, ExitCode, LayertapError, LeftBehind, NotReady, RunDied
 from console import words
 from console.extraction import job
+from console.feed import aside
 from console.launching import layer_choice
 from console.session import Session
 
@@ -36,13 +38,16 @@ class Demo:
         self.made: dict[str, Any] | None = None
         self._stopped: dict[str, Any] | None = None
         self._stopping = threading.Lock()
+        self._over = threading.Event()
+        self._launching = threading.Lock()  # held until a launch is answered
+        self._unanswered: int | None = None  # port of a launch of which nobody knows whether it happened
 
     def run(self) -> None:
         """Up to the verified dataset. Raises a LayertapError of the step that failed."""
         session = self.session
         merged = session.plan_launch(self.profile, None, session.host.request("free_port"), sglang.Overrides())
         session.host.request("remove_demo", path=self.output)
-        server = self.server = session.launch(merged, layer_choice({}, merged.layers))
+        server = aside(lambda: self._launch(merged)).result()  # its answer comes also where Ctrl+C ends this thread
         self.say(f"launched {server['id']} ({self.profile}, SGLang {server['sglang']}) on port {server['port']}")
         status: dict[str, Any] = {}
         for status in session.follow_launch(server["id"], READY_SECONDS):
@@ -62,6 +67,17 @@ class Demo:
             "whole": report["verified"] == drawn["samples"],
         }
 
+    def _launch(self, merged: sglang.Launch) -> dict[str, Any]:
+        with self._launching:
+            if self._over.is_set():
+                raise LayertapError("the demo was left before its server was launched")
+            try:
+                self.server = self.session.launch(merged, layer_choice({}, merged.layers))
+            except ConnectionFailed:
+                self._unanswered = merged.port
+                raise
+            return self.server
+
     def _job(self, kind: str, asked: dict[str, Any], port: int | None = None) -> dict[str, Any]:
         started = self.session.start(kind, asked, port)
         if kind == "extract":
@@ -74,8 +90,12 @@ class Demo:
         return result
 
     def stop(self) -> None:
-        """Stop its server, once; whoever asks again waits for that."""
-        with self._stopping:
+        """Stop its server, once, also one that is just being launched; whoever asks again waits for that."""
+        self._over.set()
+        with self._stopping, self._launching:
+            if self.server is None and self._unanswered is not None:
+                with contextlib.suppress(RunDied):  # it was not launched
+                    self.server = self.session.host.request("server", port=self._unanswered)
             if self.server and self._stopped is None:
                 self._stopped = self.session.stop(self.server["id"], "the demo is over")
 

@@ -151,7 +151,7 @@ class Feed:
             threading.Thread(target=target, name=f"layertap-{self.name}-{target.__name__}", daemon=True).start()
 
     def retry(self) -> None:
-        """Connect again after a failure."""
+        """Connect again after a failure, of the first attempt or of a link that was up and has ended for good."""
         self._begin.set()
 
     def close(self) -> None:
@@ -194,9 +194,10 @@ class Feed:
         """Do something on the host, in a thread of its own. The future's error is what it raised."""
 
         def with_session() -> T:
-            if self._session is None:
+            session = self._session  # it may go while somebody connects again
+            if session is None:
                 raise ConnectionFailed(f"{self.name} is not connected yet")
-            return act(self._session)
+            return act(session)
 
         return aside(with_session)
 
@@ -221,12 +222,23 @@ class Feed:
             self._begin.wait()
             self._begin.clear()
             if not self._closing.is_set() and self._connect():
-                break
+                self._sample_on()
+
+    def _sample_on(self) -> None:
+        """Until this is closed, or the link has ended for good and somebody asks for another."""
+        assert self._session is not None
         while not self._closing.wait(SAMPLE_SECONDS):
             self._sample()
+            if self._begin.is_set():
+                if self._session.host.ended.is_set():
+                    return
+                self._begin.clear()  # it was asked for while the link needed no help
 
     def _connect(self) -> bool:
         self._link = LinkState(state="connecting", since=time.time())
+        old, self._session, self._trouble = self._session, None, None
+        if old:
+            old.host.close()
         try:
             self._session = self._open(self._ask)
         except LayertapError as error:
@@ -312,8 +324,8 @@ class Feed:
 
     def log_state(self, key: str) -> str:
         """How the stream of a log is, in words."""
-        tail = self._tails[key]
-        link = self._session.host.state if self._session else self._link
+        tail, session = self._tails[key], self._session
+        link = session.host.state if session else self._link
         if link.state != "live":
             return " ".join(words.link(msgspec.to_builtins(link), time.time())).removeprefix("! link ")
         if tail.run is None:

@@ -56,7 +56,7 @@ class Terms:
         return spans
 
 
-_AGO = re.compile(r"-(\d+) ?([smh])")
+_AGO = re.compile(r"-(\d{1,9}) ?([smh])")
 _CLOCK = re.compile(r"(\d{1,2}):(\d\d)(?::(\d\d))?")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 

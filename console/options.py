@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, Group, Parameter
 
 from backends.errors import UsageError
+from backends.ports import require_port
 from console import VERSION
 
 if TYPE_CHECKING:
@@ -29,6 +30,16 @@ app = App(
 LAYERS = Group("Layers", help="Which layers' states; name them in one way.")
 SETTINGS = Group("Settings", help="What is changed of the profile.")
 ROWS = Group("Rows", help="How rows are read.")
+
+
+def _require_ports(_: object, given: int | list[int] | None) -> None:
+    for number in given if isinstance(given, list) else [given]:
+        if number is not None:
+            require_port(number)
+
+
+PORTS = Parameter(validator=_require_ports)
+Port = Annotated[int, PORTS]
 
 
 @Parameter(name="*")
@@ -145,10 +156,12 @@ def asked_row_options(options: RowOptions, session: Session) -> dict[str, Any]:
     defaults = session.defaults
     if (options.prompt_column is None) != (options.response_column is None):
         raise UsageError("--prompt-column and --response-column go together")
+    if options.max_length is not None and options.max_length < 1:
+        raise UsageError(f"--max-length {options.max_length}: give at least 1 token, or leave it out for the server's")
     return {
         "prompt_column": options.prompt_column,
         "response_column": options.response_column,
-        "max_length": options.max_length or defaults.max_length,
+        "max_length": defaults.max_length if options.max_length is None else options.max_length,
         "overlong": options.overlong or defaults.overlong,
         "last_turn_only": options.last_turn_only,
         "allow_ignored_roles": options.allow_ignored_roles,

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -18,14 +18,12 @@ from console.options import (
     SETTING_OPTIONS,
     Common,
     LayerOptions,
+    Port,
     SettingOptions,
     app,
     host_path,
     open_host,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 @app.command
@@ -33,7 +31,7 @@ def launch(
     profile: str | None = None,
     *,
     model: str | None = None,
-    port: int = DEFAULT_PORT,
+    port: Port = DEFAULT_PORT,
     timeout: float = 3600.0,
     detach: bool = False,
     dry_run: bool = False,
@@ -165,7 +163,7 @@ def tune(
 
 
 @app.command
-def status(*, port: int | None = None, watch: bool = False, common: Common = COMMON) -> int:
+def status(*, port: Port | None = None, watch: bool = False, common: Common = COMMON) -> int:
     """Show the server with phases, verdict and evidence, the dumps and the newest extraction.
 
     Args:
@@ -202,6 +200,7 @@ def status(*, port: int | None = None, watch: bool = False, common: Common = COM
 def logs(
     run: str | None = None,
     *,
+    port: Port | None = None,
     follow: Annotated[bool, Parameter(alias="-f")] = False,
     common: Common = COMMON,
 ) -> int:
@@ -209,13 +208,14 @@ def logs(
 
     Args:
         run: id of a run, or its beginning.
+        port: port of the server, where several run.
         follow: go on as the log grows, until Ctrl+C.
     """
     from backends.sglang import mask_text
     from console import headless
 
     with open_host(common) as session:
-        found = session.host.request("run", run_id=run) if run else session.newest_server()
+        found = session.host.request("run", run_id=run) if run else session.newest_server(port)
         rest = b""
         try:
             for data in headless.follow_log(session, found["log"], follow):
@@ -236,7 +236,7 @@ def doctor(
     profile: str | None = None,
     model: str | None = None,
     output: Path | None = None,
-    port: int = DEFAULT_PORT,
+    port: Port = DEFAULT_PORT,
     common: Common = COMMON,
 ) -> int:
     """Check a host before a launch, and say what to do; exit 1 where something fails. Changes nothing.
@@ -263,7 +263,7 @@ def doctor(
 
 
 @app.command
-def stacks(run: str | None = None, *, port: int | None = None, common: Common = COMMON) -> int:
+def stacks(run: str | None = None, *, port: Port | None = None, common: Common = COMMON) -> int:
     """Read where every rank, the detokenizer and the launcher of a server stand, and which rank differs.
 
     Args:
@@ -330,25 +330,28 @@ def runs(run: str | None = None, *, common: Common = COMMON) -> int:
 
 
 @app.command
-def bundle(run: str | None = None, *, output: Path | None = None, common: Common = COMMON) -> int:
+def bundle(
+    run: str | None = None, *, port: Port | None = None, output: Path | None = None, common: Common = COMMON
+) -> int:
     """Gather logs, state, evidence and versions of a run in one file to send to somebody, secrets masked.
 
     Args:
         run: id of a run, or its beginning; the newest server and extraction without it.
+        port: port of the server, where several run.
         output: the file, a .tar.gz in this folder without it.
     """
     from console import headless, words
-    from console.bundle import write
+    from console.bundle import seen, write
 
     with open_host(common) as session:
-        status = "\n".join(words.snapshot(session.snapshot())) + "\n"
-        path = write(session, {"status.txt": status}, run, output)
+        status = "\n".join(words.snapshot(seen(session, run, port))) + "\n"
+        path = write(session, {"status.txt": status}, run, output, port=port)
         headless.out({"schema": 1, "path": str(path)}, common.json, lambda made: [made["path"]])
         return ExitCode.OK
 
 
 @app.command
-def stop(run: str | None = None, *, port: int | None = None, common: Common = COMMON) -> int:
+def stop(run: str | None = None, *, port: Port | None = None, common: Common = COMMON) -> int:
     """Stop a server (with what draws from it) or any run, and prove that nothing is left.
 
     Args:

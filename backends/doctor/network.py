@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from backends.doctor.report import Asked, Check, Place, Question, judge
-from backends.runs import port_free
+from backends.ports import port_free
 
 PRIVILEGED = 1024
 EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import statistics
 import sys
 import time
@@ -27,6 +26,7 @@ from backends.doctor.measured import ceiling
 from backends.errors import ExitCode, LayertapError, LeftBehind
 from backends.jobs import describe, draw_lock
 from backends.launch import as_launching, launch, model_folder
+from backends.ports import free_port
 from backends.runs import Run, Runs
 from backends.sample import Sampler
 from backends.sglang import Launch, Value
@@ -371,13 +371,6 @@ def why(seen: Mapping[str, Any]) -> str:
     """Why a server is not up, by what a look at it saw."""
     verdict = seen["verdict"]
     return "; ".join(filter(None, (verdict["cause"] or verdict["verdict"], verdict["remedy"])))
-
-
-def free_port() -> int:
-    """A port of the loopback address that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -225,7 +225,10 @@ class Ledger:
 
     def sample(self, number: int) -> Sample:
         """One sample. Raises LedgerError where there is none."""
-        found = next(self._samples("WHERE sample = ?", number), None)
+        try:
+            found = next(self._samples("WHERE sample = ?", number), None)
+        except OverflowError:  # no integer of SQLite's, so no sample's either
+            found = None
         if found is None:
             raise LedgerError(f"no sample {number} in {self.path}")
         return found

@@ -277,10 +277,12 @@ class Console(App[None], inherit_bindings=False):
 
     def _do_bundle(self) -> None:
         picture = {"screen.svg": self.export_screenshot(title="Layertap")}
+        server = self.feed.snapshot()["server"]
+        port = server["port"] if server else None
 
         async def gathering() -> None:
             self.notify("gathering a support bundle …", markup=False)
-            path = await self._ask_host(lambda session: bundle.write(session, picture))
+            path = await self._ask_host(lambda session: bundle.write(session, picture, port=port))
             if path is not None:
                 self.notify(f"written to {path}; masked.json in it lists what was masked", timeout=15, markup=False)
 

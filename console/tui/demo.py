@@ -57,6 +57,8 @@ class DemoConsole(Console):
             if self._leaving.wait(POLL_SECONDS):
                 return
         demo = self._demo = self._make(session, self._said.append, lambda run: None)
+        if self._leaving.is_set():  # whoever leaves may not have seen it yet
+            return
         try:
             demo.run()
         except BaseException as error:

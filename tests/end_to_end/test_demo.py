@@ -12,12 +12,14 @@ from command import Layertap
 @pytest.fixture(scope="module")
 def demo(layertap: Layertap) -> Path:
     output = layertap.folder / "layertap-demo"
-    output.mkdir()
-    (output / "manifest.json").write_text('{"profile": "embedded-llama"}')  # an earlier demo, to be replaced
-    (output / "stale").touch()
+    (output / "native").mkdir(parents=True)
+    rows = "/elsewhere/host/backends/embedded/conversations.jsonl"
+    earlier = {"profile": "embedded-llama", "input": rows, "settings": {"formats": ["native"]}}
+    (output / "manifest.json").write_text(json.dumps(earlier))  # an earlier demo, to be replaced
+    (output / "native" / "stale").touch()
     said = layertap("demo").splitlines()
     assert said[-1].startswith("demo: 24 samples written, 24 verified, 0 failed; native and specforge in ")
-    assert not (output / "stale").exists()
+    assert not (output / "native" / "stale").exists()
     return output
 
 

@@ -33,5 +33,6 @@ async def test_its_key_writes_the_screen_too(tmp_path: Path, monkeypatch: pytest
     with tarfile.open(path) as tar:
         assert sorted(name.rpartition("/")[2] for name in tar.getnames()) == ["log.txt", "masked.json"]
     ((_, parameters),) = [(name, given) for name, given in app.feed.asked if name == "bundle"]
+    assert parameters["port"] == 30000  # the server that is shown
     assert parameters["extra"]["screen.svg"].startswith("<svg") and "READY" in parameters["extra"]["screen.svg"]
     assert {"console.json", "doctor.json"} < set(parameters["extra"])

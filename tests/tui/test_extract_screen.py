@@ -274,7 +274,7 @@ async def test_further_servers_and_a_base_models_template_are_asked_for(monkeypa
         ports.value = "30001 gpu2"
         ports.focus()
         await pilot.press("enter")
-        await until_shown(pilot, "! ports are numbers, such as 30001 30002, and not 'gpu2'")
+        await until_shown(pilot, "! ports: expected a number, such as 30001 30002, and not 'gpu2'")
         assert jobs.started == []
         ports.value = "30001, 30002"
         await pilot.press("enter")
@@ -363,6 +363,10 @@ async def test_what_keeps_a_plan_from_being_made(monkeypatch: pytest.MonkeyPatch
         ({"rows": ""}, "give a rows file and a folder for the dataset"),
         ({"prompt-column": "q"}, "prompt_column and response_column go together"),
         ({"max-length": "0"}, "max_length is 0: it must be at least 1 token"),
+        ({"max-length": "-"}, "max length: expected a number, such as 4096, and not '-'"),
+        ({"max-length": "1_"}, "max length: expected a number, such as 4096, and not '1_'"),
+        ({"restart-server": "-"}, "launch it again: expected a number, such as 2, and not '-'"),
+        ({"restart-server": "9" * 5000}, "launch it again: expected a number, such as 2, and not '9999999"),
     ],
 )
 async def test_a_form_that_cannot_be_planned(
@@ -415,6 +419,17 @@ async def test_the_models_own_code_runs_where_the_server_was_launched_so(monkeyp
     async with app.run_test(size=SIZE, notifications=True) as pilot:
         await planned(app, pilot)
         assert jobs.started[0][1]["trust_remote_code"] is True
+
+
+async def test_read_only_plans_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_extraction(monkeypatch, None)
+    jobs = MadeJobs(plan=PLAN)
+    app = made_console(jobs, read_only=True)
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        await open_form(app, pilot)
+        await pilot.press("ctrl+r")
+        await until_shown(pilot, "--read-only")
+    assert jobs.started == []
 
 
 async def test_a_plan_that_nobody_waits_for_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

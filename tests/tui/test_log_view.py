@@ -393,6 +393,8 @@ async def test_a_time_that_is_none_is_said() -> None:
         app.view.buffer.feed(STAMPED)
         with pytest.raises(ValueError, match=r"^'soon' is no time: type 14:02, 14:02:11 or -5m$"):
             app.view.jump("soon")
+        with pytest.raises(ValueError, match=r"^'-9+m' is no time: type"):
+            app.view.jump(f"-{'9' * 400}m")
         with pytest.raises(ValueError, match=r"^'25:00' is no time of day$"):
             app.view.jump("25:00")
 

@@ -10,6 +10,8 @@ from scenes import AT, SCENES
 
 from backends.errors import RunDied
 from console.tui import jobs
+from console.tui.screens import runs as runs_screen
+from console.tui.widgets.table import Table
 
 SIZE = (120, 40)
 TRIED = {
@@ -48,7 +50,7 @@ async def test_a_prompt_with_its_tokens_and_tensors() -> None:
         await until_shown(pilot, "2 tokens sent · 2 rows in every tensor")
         assert "19180" in shown(app)
         assert "output of layer 2" in shown(app)
-    assert asked(app, "start")[0]["job"] == {"text": "Hello world", "chat": False}
+    assert asked(app, "start") == [{"kind": "try", "job": {"text": "Hello world", "chat": False}, "port": 30000}]
 
 
 async def test_as_a_chat_message() -> None:
@@ -70,6 +72,16 @@ async def test_an_empty_prompt_asks_nothing() -> None:
         await pilot.press("enter")
         await pilot.pause()
         assert asked(app, "start") == []
+
+
+async def test_read_only_sends_no_prompt() -> None:
+    app = console(read_only=True)
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        await pilot.press("t")
+        await until_shown(pilot, "a prompt")
+        await pilot.press("x", "enter")
+        await until_shown(pilot, "--read-only")
+    assert asked(app, "start") == []
 
 
 async def test_a_try_that_fails_says_why_in_the_screen() -> None:
@@ -133,3 +145,19 @@ async def test_runs_with_how_they_went(monkeypatch: pytest.MonkeyPatch) -> None:
         await pilot.press("g")
         await until_shown(pilot, "folder: /state/runs/verify-1")
         assert "hunter2" not in shown(app)
+
+
+async def test_a_run_that_goes_on_lasts_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [AT]
+    monkeypatch.setattr(runs_screen, "now", lambda: clock[0])
+    monkeypatch.setattr(runs_screen, "RENEW_SECONDS", 0.05)
+    going = run("extract-1", state="running", exit=None)
+    app = console(answers={"all": [going, run("verify-2")], "run": going})
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        await pilot.press("r")
+        await until_shown(pilot, "verify-2")
+        await pilot.press("j")
+        clock[0] = AT + 7110.0
+        await until_shown(pilot, "2 h 0 m")
+        assert shown(app).count("90 s") == 1  # what has ended lasts no longer
+        assert app.screen.query_one(Table).cursor_row == 1

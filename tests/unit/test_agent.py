@@ -253,6 +253,19 @@ def test_a_second_extraction_into_the_same_folder(agent: Agent, start: Start, ho
     assert failed.value.exit_code == 7
 
 
+@pytest.mark.parametrize("output", ["{home}/data", "data", "~/data/"])
+def test_an_extraction_is_found_by_its_folder_however_that_is_named(
+    agent: Agent, start: Start, home: Path, output: str
+) -> None:
+    other, run = (start("extract", details={"output": f"{home}/{name}"}) for name in ("other", "data"))
+    for one in (other, run):
+        one.log.write_text("sample 7 is drawn again\n")
+    asked = output.format(home=home)
+    found = agent.extraction(asked)
+    assert found and found["id"] == run.id
+    assert [log.run for log in agent.sample_log(asked, 7)] == [run.id]
+
+
 def test_a_job_that_fails_says_why(agent: Agent, home: Path) -> None:
     run = agent.start("verify", {"output": "nothing"})
     ended: dict[str, Any] = until(lambda: (now := agent.run(run["id"]))["exit"] and now)
@@ -266,11 +279,15 @@ def test_a_job_that_fails_says_why(agent: Agent, home: Path) -> None:
 # --- An earlier demo ---
 
 
+DEMO_ROWS = "/cache/payload-0123/host/backends/embedded/conversations.jsonl"
+
+
 @pytest.fixture
-def dataset(home: Path) -> Callable[[str], Path]:
-    def made(profile: str) -> Path:
+def dataset(home: Path) -> Callable[..., Path]:
+    def made(profile: str, input: str = DEMO_ROWS) -> Path:
         (home / "data" / "native").mkdir(parents=True)
-        (home / "data" / "manifest.json").write_text(json.dumps({"profile": profile}))
+        manifest = {"profile": profile, "input": input, "settings": {"formats": ["native", "specforge"]}}
+        (home / "data" / "manifest.json").write_text(json.dumps(manifest))
         return home / "data"
 
     return made
@@ -278,6 +295,11 @@ def dataset(home: Path) -> Callable[[str], Path]:
 
 def test_an_earlier_demo_is_removed(agent: Agent, dataset: Callable[[str], Path]) -> None:
     folder = dataset("embedded-kimi-k2_5")
+    for name in ("native/rows_0-2000/0.safetensors", "specforge/a", "tokens/ids.bin", "ledger.sqlite"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    for name in (".lock", "ledger.sqlite-journal", ".manifest.json.4711"):
+        (folder / name).touch()
     agent.remove_demo(str(folder))
     assert not folder.exists()
     agent.remove_demo(str(folder))
@@ -298,7 +320,28 @@ def test_a_dataset_that_is_no_demo_is_never_removed(agent: Agent, dataset: Calla
     assert (folder / "native").is_dir()
 
 
-@pytest.mark.parametrize("manifest", [None, "{", "[]", "{}"])
+def test_a_dataset_of_other_rows_is_never_removed(agent: Agent, dataset: Callable[..., Path]) -> None:
+    folder = dataset("embedded-llama", "/home/me/rows.jsonl")
+    with pytest.raises(UsageError, match="is not empty and holds no demo"):
+        agent.remove_demo(str(folder))
+    assert (folder / "native").is_dir()
+
+
+@pytest.mark.parametrize("kept", ["notes/thesis.txt", "notes.md", "speculators/data_0.pt", "pull.json", "ledger.md"])
+def test_what_somebody_put_beside_a_demo_is_never_removed(
+    agent: Agent, dataset: Callable[..., Path], kept: str
+) -> None:
+    folder = dataset("embedded-llama")
+    (folder / kept).parent.mkdir(exist_ok=True)
+    (folder / kept).touch()
+    with pytest.raises(UsageError) as failed:
+        agent.remove_demo(str(folder))
+    named = kept.partition("/")[0]
+    assert str(failed.value) == f"{folder} holds more than a demo: {named}; move that away, or give another folder"
+    assert (folder / kept).exists()
+
+
+@pytest.mark.parametrize("manifest", [None, "{", "[]", "{}", '{"profile": "embedded-llama"}'])
 def test_a_folder_of_something_else_is_never_removed(agent: Agent, home: Path, manifest: str | None) -> None:
     (home / "thesis.txt").touch()
     if manifest is not None:
@@ -319,6 +362,7 @@ def test_a_demo_behind_a_symbolic_link_is_not_removed(agent: Agent, dataset: Cal
 def test_a_demo_that_is_being_drawn_is_not_removed(agent: Agent, dataset: Callable[[str], Path], start: Start) -> None:
     folder = dataset("embedded-llama")
     start("extract", details={"output": str(folder)})
-    with pytest.raises(Locked):
-        agent.remove_demo(str(folder))
+    for path in (str(folder), "data", "~/data"):
+        with pytest.raises(Locked):
+            agent.remove_demo(path)
     assert folder.exists()

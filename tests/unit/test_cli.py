@@ -22,6 +22,7 @@ from made_dataset import make_dataset
 
 from backends import runs
 from backends.errors import OurBug
+from backends.jobs import describe
 from backends.runs import Run, Runs
 from console import cli
 
@@ -164,12 +165,52 @@ def test_words_that_are_not_understood(layertap: Callable[..., Ran], words: str,
             "plan rows.jsonl",
             "no server runs here to take the model from; name the model's folder with --model",
         ),
+        *(
+            (f"{verb} --port {port}", f"port {port}: there are ports 1 to 65535, choose one of them")
+            for verb, port in (
+                ("launch base", 99999),
+                ("launch base", -1),
+                ("status", 0),
+                ("logs", 65536),
+                ("doctor", -1),
+                ("stop", 99999),
+                ("stacks", 99999),
+                ("try hello", 99999),
+                ("plan rows.jsonl", 99999),
+                ("extract rows.jsonl --output out --port 30000", 99999),
+                ("", 99999),
+                ("bundle", 10**30),
+            )
+        ),
+        ("--serve 99999", "port 99999: there are ports 1 to 65535, choose one of them"),
+        *(
+            (
+                f"verify out --sample {number}",
+                f"--sample {number}: give how many samples to verify, 1 or more, or leave it out for all",
+            )
+            for number in (0, -1)
+        ),
+        (
+            "plan rows.jsonl --model /m --max-length 0",
+            "--max-length 0: give at least 1 token, or leave it out for the server's",
+        ),
         ("verify out", "{home}/out is no dataset: it has no manifest.json"),
         ("sample out 3", "{home}/out is no dataset: it has no manifest.json"),
     ],
 )
 def test_what_cannot_be_done_as_asked(layertap: Callable[..., Ran], home: Path, words: str, said: str) -> None:
     ended(layertap(*words.split()), 2, f"layertap: {said.format(home=home)}")
+
+
+def test_a_browsers_port_that_is_taken(layertap: Callable[..., Ran]) -> None:
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        port = stranger.getsockname()[1]
+        ran = layertap("--serve", port)
+    assert ran.returncode == 2
+    said = f"layertap: port {port} of 127.0.0.1: Address already in use; choose another port for --serve"
+    assert ran.stderr.splitlines()[-1] == said
 
 
 def test_a_mistake_in_the_config(layertap: Callable[..., Ran], home: Path) -> None:
@@ -531,6 +572,37 @@ def test_several_servers(server: Callable[..., Run], layertap: Callable[..., Ran
     assert json.loads(layertap("status", "--json").stdout)["server"]["port"] == second
 
 
+def test_whoever_is_told_to_say_which_server_can_say_it(
+    server: Callable[..., Run], start: Callable[..., Run], layertap: Callable[..., Ran], home: Path, all_runs: Runs
+) -> None:
+    (home / "rows.jsonl").write_text("{}\n")
+    first, second = (server("silent") for _ in range(2))
+    ports = f"{second.spec.port}, {first.spec.port}"
+    port = first.spec.port
+    for verb in ("logs", "plan rows.jsonl", "bundle", "status", "stacks", "stop"):
+        ended(layertap(*verb.split()), 2, f"layertap: servers run on ports {ports}; say which with --port")
+    until(lambda: "Load weight" in first.log.read_text())
+    logs = layertap("logs", "--port", port)
+    assert logs.returncode == 0 and f"port={port}" in logs.stdout
+    layertap("plan", "rows.jsonl", "--port", port)
+    (planned,) = all_runs.all("plan")
+    assert json.loads((planned.folder / "job.json").read_text())["model"] == first.spec.details["model"]
+    verified, drew = start("verify"), start("extract", details={"output": "/data", "server": first.id})
+    runs.write_json(drew.folder / "job.json", {"server": msgspec.to_builtins(describe(first))})
+    for words, shown in (
+        (("--port", port), first.id),
+        ((first.id,), first.id),
+        ((drew.id,), first.id),
+        ((verified.id,), second.id),
+    ):
+        made = layertap("bundle", *words, "--output", home / "b.tar.gz")
+        assert made.returncode == 0, made.stderr
+        with tarfile.open(home / "b.tar.gz") as tar:
+            files = {name.partition("/")[2]: tar.extractfile(name).read().decode() for name in tar.getnames()}
+        assert f"server {shown}" in files["status.txt"]
+        assert json.loads(files["overview.json"])["server"]["id"] == shown, words
+
+
 def test_a_run_of_another_machine_cannot_be_stopped_here(
     server: Callable[..., Run], layertap: Callable[..., Ran]
 ) -> None:
@@ -574,7 +646,8 @@ def test_an_extraction_is_attached_to_and_stopped(
 
 def test_a_sample_that_is_not_there(layertap: Callable[..., Ran], home: Path) -> None:
     make_dataset(home / "data", samples=3)
-    ended(layertap("sample", "data", 99), 2, f"layertap: no sample 99 in {home}/data/ledger.sqlite")
+    for number in (99, 10**20):
+        ended(layertap("sample", "data", number), 2, f"layertap: no sample {number} in {home}/data/ledger.sqlite")
 
 
 def test_ctrl_c_ends_a_try_and_its_job(server: Callable[..., Run], begin: Callable, all_runs: Runs) -> None:

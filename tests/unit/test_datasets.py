@@ -38,7 +38,9 @@ def test_samples_by_number(dataset: Path) -> None:
     assert (numbers(page), page.before) == ([4, 5, 6, 7], 4)
     page = datasets.samples(str(dataset), after=7, most=4)
     assert (numbers(page), page.before) == ([8, 9], 8)
-    assert numbers(datasets.samples(str(dataset), after=9)) == []
+    for none in (9, datasets.LAST, 10**20):
+        assert numbers(datasets.samples(str(dataset), after=none)) == []
+    assert numbers(datasets.samples(str(dataset), before=10**20, most=1)) == [9]
 
 
 def test_samples_before_a_number(dataset: Path) -> None:
@@ -58,6 +60,12 @@ def test_samples_in_one_state(dataset: Path) -> None:
     assert (page.before, page.counts["failed"]) == (0, 1)
     page = datasets.samples(str(dataset), state="pending", before=datasets.LAST, most=1)
     assert (numbers(page), page.before) == ([9], 1)
+
+
+def test_a_relative_path_starts_at_the_home_folder(home: Path) -> None:
+    make_dataset(home / "data", samples=3)
+    assert datasets.describe("data").path == datasets.samples("data").path == f"{home}/data"
+    assert [sample.number for sample in datasets.written("data", -1)] == [0, 1, 2]
 
 
 def test_samples_of_no_dataset(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,8 +38,6 @@ def watch(home: Any) -> Iterator[Callable[..., Feed]]:
 
 
 def local() -> Session:
-    import sys
-
     return Session(Reconnecting(lambda: LocalHost(sys.executable)), {})
 
 
@@ -202,6 +201,34 @@ def test_a_first_failure_waits_for_a_person(watch: Callable[..., Feed]) -> None:
         feed._link = feeds.LinkState(state="connecting", since=time.time())
         feed.retry()
     until(lambda: feed.snapshot()["host"], "heard")
+
+
+def test_a_link_that_has_ended_for_good_is_made_anew_when_asked(watch: Callable[..., Feed]) -> None:
+    refused = threading.Event()
+
+    def dial() -> LocalHost:
+        if refused.is_set():
+            raise HostKeyRefused("the key has changed")
+        return LocalHost(sys.executable)
+
+    feed = watch(lambda ask: Session(Reconnecting(dial, first_delay=0.01), {}))
+    until(lambda: feed.snapshot()["host"], "heard")
+    first = feed.session
+    feed.retry()  # changes nothing while the link is live, nor is it remembered
+    until(lambda: not feed._begin.is_set(), "put aside")
+    assert feed.session is first
+    refused.set()
+    first.host._host._process.kill()  # type: ignore[union-attr]
+    until(lambda: feed.snapshot()["link"]["state"] == "failed", "failed")
+    feed.retry()
+    until(lambda: feed.session is None and feed.snapshot()["link"]["state"] == "failed", "failed again")
+    assert feed.snapshot()["link"]["why"] == "the key has changed"
+    assert first.host.state.state == "closed"  # type: ignore[union-attr]
+    refused.clear()
+    feed.retry()
+    until(lambda: feed.snapshot()["link"]["state"] == "live" and feed._heard, "live again")
+    heard = feed._heard
+    until(lambda: feed._heard != heard, "heard of again")
 
 
 def test_a_question_waits_for_its_answer(watch: Callable[..., Feed]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from backends import folders
@@ -40,6 +42,14 @@ def test_what_is_left_out_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (tmp_path / str(number)).touch()
     found = read_folder(str(tmp_path))
     assert ([entry.name for entry in found.entries], found.left_out) == (["0", "1"], 3)
+
+
+def test_a_name_that_is_no_text_is_left_out(tmp_path: Path) -> None:
+    for name in (b"caf\xe9.jsonl", "café.jsonl".encode()):
+        (tmp_path / os.fsdecode(name)).touch()
+    found = read_folder(str(tmp_path))
+    assert ([entry.name for entry in found.entries], found.left_out) == (["café.jsonl"], 1)
+    assert msgspec.json.encode(found)
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:

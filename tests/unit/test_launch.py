@@ -18,6 +18,7 @@ from helpers import FAKE_SGLANG, free_port, until
 from backends import runs
 from backends.errors import Locked, NotReady, UsageError
 from backends.launch import Launching, launch
+from backends.ports import port_free
 from backends.runs import Run, Runs, stop
 from capture.tap.settings import TapSettings
 
@@ -163,7 +164,7 @@ def test_secrets_differ_from_launch_to_launch(server: Server) -> None:
 def test_the_port_is_free_again_after_a_stop(server: Server, home: Path) -> None:
     run = server()
     port = run.spec.port
-    until(lambda: not runs.port_free(port), "the fake server listens")
+    until(lambda: not port_free(port), "the fake server listens")
     stopped = stop(run, "")
     assert (stopped.how, stopped.left) == ("asked", [])
     assert list((home / "dumps").iterdir()) == []

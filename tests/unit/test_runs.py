@@ -20,7 +20,8 @@ from helpers import ROOT, SLEEP, free_port, gone, until
 
 from backends import runs
 from backends.errors import Locked, RunDied, UsageError
-from backends.runs import Run, Runs, machine_id, port_free, python_path, stop
+from backends.ports import port_free
+from backends.runs import Run, Runs, machine_id, python_path, stop
 from capture import events
 from capture.server import Process
 

@@ -196,7 +196,7 @@ class ExtractScreen(HostScreen):
     @on(Button.Pressed, "#plan-it")
     def action_plan(self) -> None:
         """Plan what the form says."""
-        if not self._planning:
+        if not self._planning and self.may_change():
             self.run_worker(self._plan(), exclusive=True, group="plan")
 
     async def _plan(self) -> None:

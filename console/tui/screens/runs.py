@@ -54,9 +54,14 @@ class RunsScreen(HostScreen):
         if self.feed.session is None:
             return
         found = await self.ask_host(lambda session: session.host.request("all"))
-        if found is None or found == self._runs:
+        if found is None:
             return
         table = self.query_one(Table)
+        if found == self._runs:  # but time goes on
+            for run in filter(going_on, found):
+                for (name, _), cell in zip(COLUMNS, row(run, now()), strict=True):
+                    table.update_cell(run["id"], name, Text(cell))
+            return
         chosen = self._chosen()
         self._runs = found
         table.clear()

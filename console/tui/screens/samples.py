@@ -24,6 +24,7 @@ from console.tui.screens.sample import SampleScreen
 from console.tui.screens.sample_log import SampleLog
 from console.tui.widgets.panel import SIGN_STYLES, joined, line
 from console.tui.widgets.sample_table import SampleTable
+from console.typed import whole
 
 PAGE = 200  # samples that the table holds at a time
 RENEW_SECONDS = 2.0  # while an extraction writes to the dataset
@@ -168,8 +169,12 @@ class SamplesScreen(HostScreen):
     def numbered(self, event: Input.Submitted) -> None:
         """From this number on."""
         self._end_number()
-        if event.value.isdecimal() and self._path is not None:
-            self._go({"after": int(event.value) - 1}, 0)
+        if not event.value or self._path is None:
+            return
+        try:
+            self._go({"after": whole(event.value, "sample", "4412") - 1}, 0)
+        except UsageError as error:
+            self.notify(str(error), severity="warning", markup=False)
 
     def _end_number(self) -> None:
         self.query_one(Input).display = False

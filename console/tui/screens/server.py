@@ -28,6 +28,7 @@ from console.tui.jobs import finish_job
 from console.tui.screens.base import HostScreen
 from console.tui.widgets.overview import ServerPanel
 from console.tui.widgets.panel import Panel, line, wrapped
+from console.typed import whole, wholes
 
 TYPING = 0.3  # seconds between two letters of a model's folder, which is asked for when it is written
 WAYS = (
@@ -269,9 +270,7 @@ class ServerScreen(HostScreen):
         return [title, *[f"  {one}" for one in changed], ""]
 
     def _merge(self, session: Session, profile: str) -> tuple[Launch, LayerChoice]:
-        port = self.query_one("#port", Input).value
-        if not port.isdecimal():
-            raise UsageError(f"port {port!r}: expected a number")
+        port = whole(self.query_one("#port", Input).value, "port", "30000")
         try:
             more = shlex.split(self.query_one("#set", Input).value)
         except ValueError as error:
@@ -279,7 +278,7 @@ class ServerScreen(HostScreen):
         merged = session.plan_launch(
             profile,
             self.query_one("#model", Input).value.strip() or None,
-            int(port),
+            port,
             Overrides(args=pairs(more, "more arguments"), env={}),
         )
         return merged, layer_choice(self._layers(), merged.layers)
@@ -291,10 +290,7 @@ class ServerScreen(HostScreen):
             return {}
         if way == "draft":
             return {way: said}
-        try:
-            return {way: [int(word) for word in said.replace(",", " ").split()]}
-        except ValueError:
-            raise UsageError(f"layers {said!r}: expected numbers, such as 2 30 58") from None
+        return {way: wholes(said, "layers", "2 30 58")}
 
     @on(Button.Pressed, "#launch")
     def action_launch(self) -> None:

@@ -10,6 +10,7 @@ from textual.widgets import Checkbox, Input, Static
 
 from backends.errors import LayertapError
 from console import words
+from console.extraction import live_port
 from console.tui.jobs import finish_job
 from console.tui.screens.base import HostScreen
 from console.tui.widgets.panel import line
@@ -39,7 +40,7 @@ class TryScreen(HostScreen):
     @on(Input.Submitted)
     def send(self, event: Input.Submitted) -> None:
         """Send it, unless one is under way."""
-        if event.value:
+        if event.value and self.may_change():
             chat = self.query_one(Checkbox).value
             self.run_worker(self._try(event.value, chat), exclusive=True, group="try")
 
@@ -47,7 +48,8 @@ class TryScreen(HostScreen):
         said = self.query_one("#said", Static)
         said.update(line(("drawing …", "$foreground-muted")))
         try:
-            _, result = await finish_job(self.feed, "try", {"text": text, "chat": chat})
+            port = live_port(self.feed.snapshot()["server"])
+            _, result = await finish_job(self.feed, "try", {"text": text, "chat": chat}, port)
         except LayertapError as error:
             said.update(line((f"! {error}", "$text-error")))
         else:

@@ -17,6 +17,7 @@ from console.extraction import job
 from console.session import going_on
 from console.tui.widgets.check import Check
 from console.tui.widgets.panel import line
+from console.typed import whole, wholes
 
 DEFAULTS = ExtractConfig()
 
@@ -141,7 +142,7 @@ class ExtractForm(Grid):
         options = {
             "prompt_column": self._text("prompt-column") or None,
             "response_column": self._text("response-column") or None,
-            "max_length": int(longest) if longest else None,
+            "max_length": whole(longest, "max length", "4096") if longest else None,
             "overlong": "truncate" if self._checked("truncate") else "skip",
             "last_turn_only": self._checked("last-turn-only"),
             "allow_ignored_roles": self._checked("allow-ignored-roles"),
@@ -152,8 +153,8 @@ class ExtractForm(Grid):
             formats,
             options,
             allow_volatile=self._checked("allow-volatile"),
-            restart_server=int(self._text("restart-server") or 0),
-            beside_ports=self._ports(),
+            restart_server=whole(self._text("restart-server") or "0", "launch it again", "2"),
+            beside_ports=wholes(self._text("beside-ports"), "ports", "30001 30002"),
         )
 
     def is_same(self, asked: dict[str, Any], now: dict[str, Any]) -> bool:
@@ -162,12 +163,6 @@ class ExtractForm(Grid):
             return self.asked(now) == asked
         except UsageError:
             return False
-
-    def _ports(self) -> list[int]:
-        words = self._text("beside-ports").replace(",", " ").split()
-        if wrong := [word for word in words if not word.isdecimal()]:
-            raise UsageError(f"ports are numbers, such as 30001 30002, and not {wrong[0]!r}")
-        return [int(word) for word in words]
 
     def _text(self, name: str) -> str:
         return self.query_one(f"#{name}", Input).value.strip()

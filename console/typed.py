@@ -1,0 +1,20 @@
+"""What a person types into a field, as the number that it is."""
+
+from __future__ import annotations
+
+from backends.errors import UsageError
+
+DIGITS = 18  # more do not fit in the 64 bits of a ledger, and none of them is meant
+
+
+def whole(text: str, what: str, example: str) -> int:
+    """A whole number, 0 or more. Raises UsageError, which says `what` it is for, and an example."""
+    word = text.strip()
+    if not (word.isascii() and word.isdecimal() and len(word) <= DIGITS):
+        raise UsageError(f"{what}: expected a number, such as {example}, and not {word[: DIGITS + 2]!r}")
+    return int(word)
+
+
+def wholes(text: str, what: str, example: str) -> list[int]:
+    """Whole numbers with blanks or commas between them. Raises UsageError, see `whole`."""
+    return [whole(word, what, example) for word in text.replace(",", " ").split()]
