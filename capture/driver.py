@@ -131,7 +131,7 @@ def extract(job: ExtractJob, report: Callable[[Any], None], say: Callable[[str],
         extraction.prepare()
         return asyncio.run(extraction.drive())
     except (OSError, sqlite3.OperationalError) as error:
-        if is_full(error):
+        if is_full(error) or is_busy(error):
             raise cannot_write(output, error) from error
         raise
     finally:

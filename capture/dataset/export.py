@@ -33,7 +33,7 @@ from capture.dumps.verify import FAILURES_SHOWN, Deviation, Failure, Verificatio
 from capture.in_order import in_order
 from capture.locks import lock
 from capture.rows.vocabulary import model_vocabulary
-from capture.stop import cannot_write, is_full
+from capture.stop import cannot_write, is_busy, is_full
 
 THREADS = min(4, os.cpu_count() or 1)
 COMMIT_SECONDS = 0.5
@@ -126,7 +126,7 @@ def export(job: ExportJob, report: Callable[[Progress], None], say: Callable[[st
     try:
         return Export(job, dataset, output, manifest, vocabulary, report, say).run()
     except (OSError, sqlite3.OperationalError) as error:
-        if isinstance(error, OSError) or is_full(error):
+        if isinstance(error, OSError) or is_full(error) or is_busy(error):
             raise cannot_write(output, error) from error
         raise
     finally:

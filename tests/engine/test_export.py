@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -417,6 +418,18 @@ def run_until_full(native: Path, out: Path) -> None:
         assert stop.value.exit_code == 1
     finally:
         module.Export._require_space = real
+
+
+def test_a_ledger_that_somebody_holds_for_too_long(native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def locked(_ledger: Ledger, _changes: Any) -> None:
+        error = sqlite3.OperationalError("database is locked")
+        error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+        raise error
+
+    monkeypatch.setattr(Ledger, "settle", locked)
+    with pytest.raises(Stop, match=f"another program holds the ledger of {native}; nothing is lost") as stop:
+        run(native, "modelopt")
+    assert stop.value.exit_code == 1
 
 
 def test_extracting_into_an_export_is_refused(native: Path, tmp_path: Path) -> None:

@@ -208,6 +208,9 @@ def test_a_rank_that_is_killed_in_mid_run_ends_the_run_and_leaves_nothing(
         time.sleep(0.1)
     assert run.exit.code == 0, run.log.read_text()[-2000:]
     assert written(run) == 2000
+    made = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert [one["probe"]["run"] for one in (*made["earlier"], made)] == [engine.run.id, again.run.id]
+    assert made["gpus"] == [torch.cuda.get_device_name(0)]
     assert len(held) == 2  # else NVML names processes by other numbers, and nothing was shown above
 
 
