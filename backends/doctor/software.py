@@ -82,6 +82,29 @@ def nccl(place: Place, asked: Asked) -> list[Check]:
     return checks
 
 
+def bytecode(place: Place, asked: Asked) -> list[Check]:
+    """Is SGLang's Python code compiled once, or at every start? Nothing where there is no SGLang.
+
+    Many images of containers set PYTHONDONTWRITEBYTECODE; on one host it made starts of 60 s out of 25 s.
+    """
+    found = importlib.util.find_spec("sglang")
+    if found is None or not found.submodule_search_locations:
+        return []
+    file = Path(found.submodule_search_locations[0]) / "srt" / "server_args.py"
+    compiled = Path(importlib.util.cache_from_source(str(file)))
+    kept = next(folder for folder in compiled.parents if folder.exists())
+    if compiled.is_file():
+        return [judge("sglang.bytecode", "SGLang's Python code is compiled already", "")]
+    if os.environ.get("PYTHONDONTWRITEBYTECODE"):
+        why, remedy = "PYTHONDONTWRITEBYTECODE is set", "unset it"
+    elif not os.access(kept, os.W_OK):
+        why, remedy = f"{kept} may not be written", "have PYTHONPYCACHEPREFIX name a folder that may"
+    else:
+        return [judge("sglang.bytecode", "SGLang's Python code is compiled at the first start, and kept", "")]
+    seen = f"SGLang's Python code is compiled anew at every start: {why}"
+    return [judge("sglang.bytecode", seen, f"{remedy}; a start then takes half a minute less", warn=True)]
+
+
 def py_spy(place: Place, asked: Asked) -> Check:
     """Can a hang be looked into? Stacks of a server that hangs are taken with py-spy."""
     beside = Path(sys.executable).parent
@@ -172,6 +195,7 @@ QUESTIONS: dict[str, Question] = {
     "sglang.version": sglang,
     "sglang.packages": pins,
     "driver.nccl": nccl,
+    "sglang.bytecode": bytecode,
     "sglang.py_spy": py_spy,
     "sglang.model": model_files,
 }

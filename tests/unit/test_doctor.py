@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import resource
@@ -486,6 +487,29 @@ def test_the_cuda_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert software.torch_cuda() == "13.0"
     (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = None\n")
     assert software.torch_cuda() is None
+
+
+def test_code_that_is_compiled_at_every_start(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    assert software.bytecode(place, ASKED) == []  # there is no SGLang
+    source = tmp_path / "sglang" / "srt" / "server_args.py"
+    source.parent.mkdir(parents=True)
+    source.touch()
+    (tmp_path / "sglang" / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert came(software.bytecode(place, ASKED))[0] == "pass"
+    monkeypatch.setattr(software.os, "access", lambda path, mode: path != source.parent)
+    status, seen = came(software.bytecode(place, ASKED))
+    assert (status, seen.endswith(f"at every start: {source.parent} may not be written")) == ("warn", True)
+    monkeypatch.setattr(software.sys, "pycache_prefix", str(tmp_path / "cache"))
+    assert came(software.bytecode(place, ASKED))[0] == "pass"
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    status, seen = came(software.bytecode(place, ASKED))
+    assert (status, seen.endswith("at every start: PYTHONDONTWRITEBYTECODE is set")) == ("warn", True)
+    compiled = Path(importlib.util.cache_from_source(str(source)))
+    compiled.parent.mkdir(parents=True)
+    compiled.touch()
+    assert came(software.bytecode(place, ASKED)) == ("pass", "SGLang's Python code is compiled already")
 
 
 def test_py_spy(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
