@@ -167,6 +167,8 @@ class ServerWatch:
             processes = self._look_at_processes()
             listener = _listener(port, {process.pid for process in processes})
         state, ended, running = run.state(), run.exit, run.running
+        if state not in ("starting", "running"):  # it may have said why after the log was read, and before it ended
+            log_age = self._read_log()
         return Observation(
             at=time.time(),
             tick=time.monotonic(),

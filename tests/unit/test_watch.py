@@ -155,6 +155,27 @@ def test_a_server_that_was_killed(server: Server) -> None:
     assert "ended by SIGKILL" in now["verdict"]["evidence"]
 
 
+def test_what_is_said_between_two_glances_of_a_look_counts(quiet: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = ServerWatch(quiet)
+    look_at_processes = seen._look_at_processes
+
+    def die_first() -> Any:
+        write(
+            quiet,
+            f"[{stamp()}] Scheduler hit an exception: Traceback (most recent call last):\n"
+            '  File "/x/scheduler.py", line 1, in run\n'
+            "ValueError: Unsupported architectures: NoSuchModel\n",
+        )
+        os.kill(quiet.running.child.pid, signal.SIGKILL)
+        until(lambda: not quiet.alive())
+        return look_at_processes()
+
+    monkeypatch.setattr(seen, "_look_at_processes", die_first)
+    now = seen.look()["verdict"]
+    assert now["verdict"] == "crashed"
+    assert "log says: ValueError: Unsupported architectures: NoSuchModel" in now["evidence"]
+
+
 def test_a_verdict_repeats_no_secret(quiet: Run) -> None:
     write(
         quiet,
