@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from backends.catalogue import Catalogue, Signature, catalogue
-from backends.startup import ANSI, PREFIX, Startup
+from backends.startup import ANSI, PREFIX, Startup, moment
 
 BATCH = re.compile(r"(?:Prefill|Decode) batch.*?#running-req: (?P<running>\d+).*?#queue-req: (?P<queue>\d+)")
 
@@ -96,7 +96,10 @@ class LogReader:
         place = max(text.rfind("Prefill batch"), text.rfind("Decode batch"))
         found = BATCH.match(text, place) if place != -1 else None
         if found is not None:
-            self.batch = Batch(int(found["running"]), int(found["queue"]), self.startup.last_stamp)
+            # Its own time: more recent lines may stand behind it, and come from who asks for /health.
+            prefix = PREFIX.match(text, max(text.rfind("\n", 0, place), text.rfind("\r", 0, place)) + 1)
+            at = moment(prefix["stamp"]) if prefix else self.startup.last_stamp
+            self.batch = Batch(int(found["running"]), int(found["queue"]), at)
 
 
 def _head(text: str, place: int) -> str:

@@ -6,7 +6,6 @@ are read as local time here, so durations are right anywhere and absolute times 
 
 from __future__ import annotations
 
-import contextlib
 import re
 from datetime import datetime
 from typing import NamedTuple
@@ -126,6 +125,14 @@ PREFIX = re.compile(
 _ARGUMENT = re.compile(r"\b(model_path|tp_size|port|watchdog_timeout)'?[=:] ?(?:'([^']*)'|([\w.]+))")
 
 
+def moment(stamp: str) -> float | None:
+    """A time stamp of SGLang's in epoch seconds; None where it is no date after all."""
+    try:
+        return datetime.fromisoformat(stamp).timestamp()
+    except ValueError:
+        return None
+
+
 class Startup:
     """Follows the log of one server run; feed() it the log from its first line on.
 
@@ -218,8 +225,7 @@ class Startup:
     def _stamp(self, text: str) -> None:
         if text != self._stamp_text:
             self._stamp_text = text
-            with contextlib.suppress(ValueError):  # what stands there was no date after all
-                self.last_stamp = datetime.fromisoformat(text).timestamp()
+            self.last_stamp = moment(text) or self.last_stamp
 
     def _mark(self, rank: str, message: str) -> None:
         for step, marker in enumerate(MARKERS):

@@ -81,6 +81,18 @@ def test_the_newest_batch() -> None:
     assert reader.batch.at == reader.startup.last_stamp - 1
 
 
+def test_a_batch_is_as_old_as_its_own_line() -> None:
+    """Whatever stands behind it in the same part, as when a log is read for the first time."""
+    reader = LogReader()
+    reader.feed(
+        "[2026-06-01 09:00:00 TP0] Prefill batch, #new-seq: 1, #new-token: 9, #running-req: 3, #queue-req: 5, x\n"
+        '[2026-06-01 09:10:00] INFO:     127.0.0.1:1 - "GET /health HTTP/1.1" 200 OK\n'
+    )
+    assert reader.batch is not None
+    assert reader.startup.last_stamp is not None
+    assert reader.batch.at == reader.startup.last_stamp - 600
+
+
 def test_where_a_crash_stands() -> None:
     log = f"a\n[2026-06-01 09:01:00] Scheduler hit an exception: Traceback (most recent call last):\n  File x\n{OOM}\n\nb\n"
     startup = read(log).startup
