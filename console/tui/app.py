@@ -143,6 +143,8 @@ class Console(App[None], inherit_bindings=False):
 
     def show_now(self) -> None:
         """Hand what is known now to the screen on top, and put the pending question."""
+        if not self.screen_stack:  # the console is being left, and this timer ends last
+            return
         now = self.feed.snapshot()
         if isinstance(self.screen, HostScreen) and self.screen.laid_out:
             self.screen.show(now)

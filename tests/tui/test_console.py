@@ -310,6 +310,15 @@ async def test_another_host() -> None:
         await until_shown(pilot, "READY")
 
 
+async def test_a_timer_that_ticks_once_more_while_the_console_is_left() -> None:
+    app = console(answers=ANSWERS)
+    async with app.run_test(size=SIZE):
+        pass
+    assert app.screen_stack == []
+    app.show_now()
+    app._renew_themes()
+
+
 async def test_leaving_stops_nothing_and_says_how_to_come_back() -> None:
     app = console()
     async with app.run_test(size=SIZE, notifications=True) as pilot:
