@@ -9,6 +9,7 @@ from demo import ENGINE, run_demo
 from sshd import Sshd
 
 
+@pytest.mark.slow
 def test_cut_links_lose_nothing_of_the_demo(sshd: Sshd, tmp_path: Path) -> None:
     if not ENGINE.exists():
         pytest.skip(f"{ENGINE} is not there: `make engine` sets the embedded engine up")

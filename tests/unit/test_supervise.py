@@ -214,7 +214,7 @@ def test_a_driver_goes_on_while_one_of_its_servers_lives(
     told_of = ("trouble", "server-crashed")
     until(lambda: [one for one in events.latest(run.folder) if (one["event"], one.get("id")) == told_of])
     begun = time.monotonic()
-    until(lambda: run.exit is not None or time.monotonic() > begun + 4 * 0.02 * Limits().linger, seconds=60.0)
+    until(lambda: run.exit is not None or time.monotonic() > begun + 2 * 0.02 * Limits().linger, seconds=60.0)
     assert run.exit is None
     kill(second)
     assert ended(run).code == 9
