@@ -8,6 +8,7 @@ from backends.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
 LAST = 65535
+ABOVE = 10_000  # SGLang 0.5.14 keeps another port that far above its own, and refuses to start where there is none
 
 
 def require_port(number: int) -> int:
@@ -29,7 +30,10 @@ def port_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port of the loopback address that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    """A port of the loopback address that nobody listens on now, and that every SGLang takes."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind((LOOPBACK, 0))
+            port = int(probe.getsockname()[1])
+        if port <= LAST - ABOVE:
+            return port

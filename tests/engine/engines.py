@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 from backends import bootstrap, payload, runs, sglang  # noqa: E402
 from backends.jobs import describe  # noqa: E402
 from backends.launch import Launching, launch  # noqa: E402
+from backends.ports import free_port  # noqa: E402
 from backends.watch import ServerWatch  # noqa: E402
 from capture import job  # noqa: E402
 from capture.draw import Drawer  # noqa: E402
@@ -184,12 +184,6 @@ def running() -> Iterator[Engines]:
     finally:
         made.stop_all()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def plugin(folder: Path, name: str, code: str) -> str:
