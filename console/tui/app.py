@@ -37,6 +37,7 @@ from console.tui.screens.try_prompt import TryScreen
 T = TypeVar("T")
 SHOW_SECONDS = 0.25
 THEME_SECONDS = 2.0
+TERMINAL_SECONDS = 1.0
 DEFAULTS = ConsoleConfig()
 
 VIEWS: dict[str, Callable[[Feed], Screen[None]]] = {
@@ -56,6 +57,11 @@ class Hosts:
     names: list[str]
     watch: Callable[[str], Feed]
     look: Callable[[str], dict[str, Any]]
+
+
+def has_terminal() -> bool:
+    """Whether what is typed comes from a terminal that is still there."""
+    return sys.__stdin__ is not None and sys.__stdin__.isatty()
 
 
 def run(host: str, config: Config, python: str | None, accept: str | None, *, read_only: bool, port: int | None) -> int:
@@ -114,12 +120,19 @@ class Console(App[None], inherit_bindings=False):
         self.feed.start()
         self.set_interval(SHOW_SECONDS, self.show_now)
         self.set_interval(THEME_SECONDS, self._renew_themes)
+        if has_terminal():
+            self.set_interval(TERMINAL_SECONDS, self._leave_with_terminal)
         self.call_after_refresh(self._settle)
 
     def _settle(self) -> None:
         """What is there now stays: a garbage collection that does not look at it holds the screen up for less long."""
         gc.collect()
         gc.freeze()
+
+    def _leave_with_terminal(self) -> None:
+        """A terminal may go without a signal; its end would be read for ever, at full speed."""
+        if not has_terminal():
+            self.exit()
 
     def _load_themes(self) -> None:
         self._themes = themes.stamp()

@@ -10,6 +10,7 @@ from scenes import SCENES
 
 from console.commands import COMMANDS
 from console.config import ConsoleConfig
+from console.tui import app as tui
 from console.tui.app import VIEWS
 
 STOPPED = {"id": "server-20261129-135548-a1b2", "seconds": 4.1, "how": "asked", "left": []}
@@ -308,6 +309,19 @@ async def test_another_host() -> None:
         await until(pilot, lambda: app.feed.name == "local", "changed")
         assert before.closed  # type: ignore[attr-defined]
         await until_shown(pilot, "READY")
+
+
+async def test_a_console_ends_with_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [True]
+    monkeypatch.setattr(tui, "has_terminal", lambda: there[0])
+    monkeypatch.setattr(tui, "TERMINAL_SECONDS", 0.05)
+    app = console(answers=ANSWERS)
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: len(app.screen_stack) == 2)
+        await pilot.pause(0.2)
+        assert app.is_running and app.return_code is None
+        there[0] = False
+        await until(pilot, lambda: app._exit)
 
 
 async def test_a_timer_that_ticks_once_more_while_the_console_is_left() -> None:
