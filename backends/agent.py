@@ -31,8 +31,9 @@ from backends.diagnose import Limits
 from backends.doctor.examine import Doctor, Report
 from backends.doctor.report import Asked, Place
 from backends.errors import ExitCode, LayertapError, RunDied, UsageError
+from backends.folders import absolute
 from backends.frames import FrameError, pack, read_frame
-from backends.jobs import JOBS, absolute, describe, draws_from, refuse_second, start_job
+from backends.jobs import JOBS, describe, draws_from, refuse_second, start_job
 from backends.launch import Launching, launch
 from backends.logs import PartHead, read_part
 from backends.observation import Standing

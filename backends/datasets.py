@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from backends.errors import UsageError
+from backends.folders import absolute
 from capture.dataset.ledger import Ledger, LedgerError, Sample, State, WrittenFile
 from capture.dataset.manifest import Manifest, ManifestError, read_manifest
 
@@ -82,7 +83,7 @@ class SampleLog(msgspec.Struct):
 
 def describe(path: str) -> Described:
     """A dataset; a relative path starts at the home folder. Raises UsageError where there is none."""
-    place = Path.home() / Path(path).expanduser()
+    place = Path(absolute(path))
     try:
         manifest = read_manifest(place)
         with Ledger(place, read_only=True) as ledger:
@@ -97,7 +98,7 @@ def written(path: str, after: int, ranges: Sequence[Range] | None = None) -> lis
     Only those in `ranges` (first and last number, ascending), where they are given. Raises UsageError.
     """
     try:
-        with Ledger(Path.home() / Path(path).expanduser(), read_only=True) as ledger:
+        with Ledger(Path(absolute(path)), read_only=True) as ledger:
             return list(_page(ledger, after, ranges))
     except (LedgerError, sqlite3.DatabaseError) as error:
         raise UsageError(str(error)) from error
@@ -126,7 +127,7 @@ def samples(path: str, after: int = -1, before: int | None = None, state: State 
 
     Only those in `state`, where it is given. A relative path starts at the home folder. Raises UsageError.
     """
-    place = Path.home() / Path(path).expanduser()
+    place = Path(absolute(path))
     side, order, edge = (">", "ASC", min(after, LAST)) if before is None else ("<", "DESC", min(before, LAST))
     of_state = "" if state is None else "state = ? AND"
     kind = () if state is None else (state,)

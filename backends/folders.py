@@ -31,9 +31,14 @@ class Folder(msgspec.Struct, frozen=True):
     left_out: int
 
 
+def absolute(path: str) -> str:
+    """An absolute path; one that begins with ~ or is relative starts at the home folder."""
+    return str(Path.home() / Path(path).expanduser())
+
+
 def read_folder(path: str) -> Folder:
     """What is in a folder; a relative path starts at the home folder. Raises UsageError where it cannot be read."""
-    place = Path.home() / Path(path).expanduser()
+    place = Path(absolute(path))
     try:
         with os.scandir(place) as found:
             there = list(found)

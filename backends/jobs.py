@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from backends.errors import Locked, RunDied, UsageError
+from backends.folders import absolute
 from backends.launch import model_folder
 from backends.runs import CODE, Run, Runs, python_path, write_json
 from capture.dumps.dump import read_tap
@@ -195,8 +196,3 @@ def _plan_model(runs: Runs, model: str | None, port: int | None) -> str:
         return str(runs.server(port).spec.details["model"])
     except RunDied:
         raise UsageError("no server runs here to take the model from; name the model's folder with --model") from None
-
-
-def absolute(path: str) -> str:
-    """An absolute path; one that begins with ~ or is relative starts at the home folder."""
-    return str(Path.home() / Path(path).expanduser())

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from backends.doctor.report import Asked, Check, Place, Question, amount, judge, unknown
-from backends.jobs import absolute
+from backends.folders import absolute
 from backends.launch import EMBEDDED
 from backends.runs import Runs
 from backends.sample import read_disk

@@ -55,6 +55,7 @@ CREATE TABLE IF NOT EXISTS unused (
     reason TEXT NOT NULL
 );
 """
+COLUMNS = "sample, file, line, start, tokens, state, attempts, reason"  # of a Sample
 FIND = "SELECT sample FROM samples WHERE key = ? AND occurrence = ?"
 CACHE_KIB = 64 << 10  # of pages; keys come in no order, and those of a million samples fit
 PAGE = 1000  # rows that are read at once: no commit gets in while a statement is open, and SQLite waits 5 s for it
@@ -226,28 +227,25 @@ class Ledger:
     def sample(self, number: int) -> Sample:
         """One sample. Raises LedgerError where there is none."""
         try:
-            found = next(self._samples("WHERE sample = ?", number), None)
+            found = self.db.execute(f"SELECT {COLUMNS} FROM samples WHERE sample = ?", (number,)).fetchone()
         except OverflowError:  # no integer of SQLite's, so no sample's either
             found = None
         if found is None:
             raise LedgerError(f"no sample {number} in {self.path}")
-        return found
+        return Sample(*found)
 
     def samples(self, *states: State) -> Iterator[Sample]:
         """Samples in these states (all of them without any), by number; safe to change states meanwhile."""
-        last = -1
         where = f"state IN ({','.join('?' * len(states))}) AND" if states else ""
-        while True:
-            batch = list(self._samples(f"WHERE {where} sample > ? ORDER BY sample LIMIT {PAGE}", *states, last))
-            yield from batch
-            if not batch:
-                return
-            last = batch[-1].number
-
-    def _samples(self, where: str, *values: Any) -> Iterator[Sample]:
-        columns = "sample, file, line, start, tokens, state, attempts, reason"
-        for row in self.db.execute(f"SELECT {columns} FROM samples {where}", values):
+        query = f"SELECT {COLUMNS} FROM samples WHERE {where} sample > ? ORDER BY sample"
+        for row in self._pages(query, *states, last=(-1,)):
             yield Sample(*row)
+
+    def _pages(self, query: str, *values: Any, last: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        """The rows of a query, a page at a time; it asks for those after `last`, which are a row's first columns."""
+        while batch := self.db.execute(f"{query} LIMIT {PAGE}", (*values, *last)).fetchall():
+            yield from batch
+            last = batch[-1][: len(last)]
 
     def tokens(self, sample: Sample) -> tuple[list[int], list[int]]:
         """Token ids and loss mask of a sample."""
@@ -321,26 +319,15 @@ class Ledger:
 
     def all_files(self) -> Iterator[tuple[int, WrittenFile]]:
         """The files of all samples, by number; the driver may write meanwhile."""
-        last = -1, ""
-        while batch := self.db.execute(
-            "SELECT sample, format, path, bytes, xxh3 FROM files WHERE (sample, format) > (?, ?) "
-            f"ORDER BY sample, format LIMIT {PAGE}",
-            last,
-        ).fetchall():
-            for number, *row in batch:
-                yield number, WrittenFile(*row)
-            last = batch[-1][:2]
+        after = "WHERE (sample, format) > (?, ?) ORDER BY sample, format"
+        query = f"SELECT sample, format, path, bytes, xxh3 FROM files {after}"
+        for number, *row in self._pages(query, last=(-1, "")):
+            yield number, WrittenFile(*row)
 
     def written_keys(self) -> Iterator[tuple[int, str, int]]:
         """Number, key and occurrence of the written samples, by number; the driver may write meanwhile."""
-        last = -1
-        while batch := self.db.execute(
-            "SELECT sample, key, occurrence FROM samples WHERE state = 'written' AND sample > ? "
-            f"ORDER BY sample LIMIT {PAGE}",
-            (last,),
-        ).fetchall():
-            yield from batch
-            last = batch[-1][0]
+        after = "WHERE state = 'written' AND sample > ? ORDER BY sample"
+        yield from self._pages(f"SELECT sample, key, occurrence FROM samples {after}", last=(-1,))
 
     def written_in(self, name: str) -> int:
         """How many samples have a file in a format."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -91,12 +90,6 @@ def until(true: Callable[[], Any], seconds: float = 120) -> Any:
         assert time.monotonic() < deadline, "it did not come true"
         time.sleep(0.05)
     return value
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def shared_data(name: str) -> Path:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ENGINE, Layertap, free_port
+from command import ENGINE, Layertap
+
+from backends.ports import free_port
 
 
 @pytest.fixture(scope="session")

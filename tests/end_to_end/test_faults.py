@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 from checks import check, history
-from command import Layertap, free_port, shared_data, until, write_rows
+from command import Layertap, shared_data, until, write_rows
 from test_extract import CUT, GSM8K, take
 from tmpfs import small_tmpfs
+
+from backends.ports import free_port
 
 pytestmark = pytest.mark.slow
 

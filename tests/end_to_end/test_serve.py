@@ -7,7 +7,9 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from command import Layertap, free_port, shared_data, until
+from command import Layertap, shared_data, until
+
+from backends.ports import free_port
 
 
 def test_status_says_where_the_start_went_and_why_it_is_healthy(layertap: Layertap, server: dict[str, Any]) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from checks import check, history
-from command import Layertap, free_port, until, write_rows
+from command import Layertap, until, write_rows
+
+from backends.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROWS = 300

@@ -13,8 +13,10 @@ from typing import Any
 import psutil
 import pytest
 from checks import check, history
-from command import Layertap, free_port, until
+from command import Layertap, until
 from test_faults import poison
+
+from backends.ports import free_port
 
 pytestmark = pytest.mark.slow
 BAD = 500  # the token that gives NaN

@@ -32,6 +32,7 @@ from backends import bootstrap, payload, runs, sglang
 from backends.gpus import Gpus
 from backends.launch import Launching, launch
 from backends.observation import Observation
+from backends.ports import free_port
 from backends.sample import Sampler
 from backends.sglang import mask_text
 from backends.watch import ServerWatch
@@ -168,12 +169,6 @@ def hidden(folder: Path) -> dict[str, str]:
     known = {str(folder): "/record", sys.prefix: "/sglang", str(Path(__file__).resolve().parents[2]): "/layertap"}
     known |= {os.path.expanduser("~"): "/home/user", socket.gethostname(): "host"}
     return {path: known[path] for path in sorted(known, key=len, reverse=True) if len(path) > 3}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

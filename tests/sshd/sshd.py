@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from helpers import free_port, until
+from helpers import until
 
+from backends.ports import free_port
 from backends.ssh import Ask, Question, SshHost
 from backends.ssh.connection import Connection
 from backends.ssh.host import DEAD_SECONDS, KEEPALIVE_SECONDS

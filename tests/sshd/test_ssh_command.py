@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers import FAKE_SGLANG, SLEEP, end_all, free_port, until
+from helpers import FAKE_SGLANG, SLEEP, end_all, until
 from remote import Console
 from sshd import Keys, Relay, Sshd, User
 
 from backends.errors import UsageError
+from backends.ports import free_port
 from backends.runs import Run, Runs, machine_id
 from backends.sglang import Overrides, load_profiles
 from backends.ssh import SshHost

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import free_port, until
+from helpers import until
 from remote import Console, write_rows
 from sshd import Relay
+
+from backends.ports import free_port
 
 CUTS = 20
 ROWS = 6000  # more than are drawn by the time that the link has been frozen

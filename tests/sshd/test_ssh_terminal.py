@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers import free_port, until
+from helpers import until
 from remote import Console, write_rows
 from sshd import Relay, Sshd
 from terminal import Terminal
+
+from backends.ports import free_port
 
 ROWS = 400
 SLOW = 300.0  # seconds that a busy machine may take for an engine's start

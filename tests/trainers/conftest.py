@@ -12,8 +12,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "end_to_end"))
 
-from command import ENGINE, ROOT, Layertap, free_port, write_rows
+from command import ENGINE, ROOT, Layertap, write_rows
 from drawn import DRAFT, FORMATS, SAMPLES, Drawn
+
+from backends.ports import free_port
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from helpers import free_port, until
+from helpers import until
+
+from backends.ports import free_port
 
 LAYERTAP = Path(sys.executable).with_name("layertap")
 

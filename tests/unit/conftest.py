@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import FAKE_SGLANG, SLEEP, end_all, free_port
+from helpers import FAKE_SGLANG, SLEEP, end_all
 
 from backends import bootstrap, payload, runs
 from backends.launch import Launching, launch
+from backends.ports import free_port
 from capture.layers import LayerChoice
 
 

@@ -1,9 +1,8 @@
-"""Waiting, ports and processes, for the tests of what runs on a host."""
+"""Waiting and processes, for the tests of what runs on a host."""
 
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,12 +34,6 @@ def until(true: Callable[[], Any], what: str = "", seconds: float = 30.0) -> Any
         assert time.monotonic() < deadline, f"never came true: {what or true}"
         time.sleep(0.02)
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def suspend(pid: int) -> None:

@@ -17,12 +17,13 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from helpers import FAKE_SGLANG, ROOT, free_port, gone, until
+from helpers import FAKE_SGLANG, ROOT, gone, until
 from made_dataset import make_dataset
 
 from backends import runs
 from backends.errors import OurBug
 from backends.jobs import describe
+from backends.ports import free_port
 from backends.runs import Run, Runs
 from console import cli
 

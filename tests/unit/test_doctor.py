@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import free_port, until
+from helpers import until
 
 from backends import payloads
 from backends.doctor import disks, leftovers, machine, network, software
 from backends.doctor.examine import SECONDS, Doctor
 from backends.doctor.report import GROUPS, Asked, Check, Place, amount, judge
+from backends.ports import free_port
 from backends.runs import Run, Runs
 from backends.sample import Disk
 

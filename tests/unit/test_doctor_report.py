@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from helpers import free_port
 
 from backends.doctor.measured import all_reduce, ceiling, copies, disk, judge_measured
 from backends.doctor.report import GROUPS, judge, unknown
 from backends.errors import NotReady
+from backends.ports import free_port
 from backends.sglang import Launch, load_profiles, resolve
 from capture.measure import Copied, Measured, MiB, Reduced, Written
 from console import doctor, words

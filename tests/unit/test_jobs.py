@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers import FAKE_SGLANG, free_port, until
+from helpers import FAKE_SGLANG, until
 
 from backends import runs
 from backends.errors import Interrupted, Locked, NotVerified, OurBug, RunDied, UsageError
 from backends.host import LocalHost
 from backends.jobs import describe, draw_lock, draws_from, start_job
+from backends.ports import free_port
 from backends.runs import Run, Runs, machine_id
 from capture.dumps.dump import TapState, write_json
 from console import headless

@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from helpers import FAKE_SGLANG, free_port, until
+from helpers import FAKE_SGLANG, until
 
 from backends import runs
 from backends.errors import Locked, NotReady, UsageError
 from backends.launch import Launching, launch
-from backends.ports import port_free
+from backends.ports import free_port, port_free
 from backends.runs import Run, Runs, stop
 from capture.tap.settings import TapSettings
 

@@ -16,11 +16,11 @@ import msgspec
 import psutil
 import pytest
 from fake_nvml import UNINITIALIZED, Card, FakeNvml, process
-from helpers import ROOT, SLEEP, free_port, gone, until
+from helpers import ROOT, SLEEP, gone, until
 
 from backends import runs
 from backends.errors import Locked, RunDied, UsageError
-from backends.ports import port_free
+from backends.ports import free_port, port_free
 from backends.runs import Run, Runs, machine_id, python_path, stop
 from capture import events
 from capture.server import Process

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import ROOT, SLEEP, free_port, suspend, until
+from helpers import ROOT, SLEEP, suspend, until
 
 from backends import stacks
 from backends.agent import Agent
 from backends.errors import NotReady, UsageError
+from backends.ports import free_port
 from backends.runs import Run
 from backends.stacks import Frame, Stack, Thread, make_report, summarise
 

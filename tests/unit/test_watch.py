@@ -17,13 +17,14 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from helpers import free_port, suspend, until
+from helpers import suspend, until
 
 from backends import health, processes, runs, watch
 from backends.diagnose import SILENCE, Limits
 from backends.gpus import Gpu, GpuProcess, Xid
 from backends.health import Health
 from backends.observation import Standing
+from backends.ports import free_port
 from backends.runs import Run, stop
 from backends.watch import ServerWatch
 from capture.dumps import dump
