@@ -1,6 +1,6 @@
 """What the tap costs, against no tap and against the other ways to a model's states, in one run on one GPU.
 
-usage: python tests/bench/tap.py FILE [RANKS]     in SGLang's environment; prints a table, writes FILE (JSON)
+usage: python tests/bench/tap.py FILE [RANKS [ROWS]]     in SGLang's environment; prints a table, writes FILE (JSON)
 
 no tap            prompts of a stranger, which the tap lets pass: the ceiling
 captured          the states collected in the forward, and dropped
@@ -12,7 +12,8 @@ transformers      a loop of Hugging Face forwards, one prompt at a time, without
 
 The model has 8 layers, 7168 wide (DeepSeek-V3's shape, weights made up), and so makes far more states a second than any
 real one of that width: what does not show here shows nowhere. Ratios are those of medians over rounds in which the
-ways follow one another. With several RANKS only the first four are compared, on the server as it is launched.
+ways follow one another. With several RANKS, or with other ROWS a round than usual, only the first four are compared, on
+the server as it is launched. How large the forwards were is beside them: a way that keeps prompts from the server shows.
 """
 
 from __future__ import annotations
@@ -70,16 +71,19 @@ class Compared:
         self.engine, self.way = engine, way
         self.rounds: dict[str, list[int]] = {}
         self.cores: dict[str, dict[str, float]] = {}
+        self.forwards: dict[str, list[float]] = {}
 
     def go(self, name: str, asked: list[list[int]]) -> None:
         way = FAST.get(name, ways.IN_THE_FORWARD)
         self.way.write_text(way or "")
-        cores = Cores(self.engine)
+        cores, place = Cores(self.engine), self.engine.run.log.stat().st_size
         rate = asyncio.run(prefill(self.engine, asked, tapped=way is not None, dropped=bool(way)))
         self.rounds.setdefault(name, []).append(round(rate))
         self.cores[name] = cores.used()
         self.way.write_text("")
-        print(f"{name}: {rate:,.0f} tokens/s, cores {self.cores[name]}", flush=True)
+        forwards = forward_tokens(self.engine.run.log, place)
+        self.forwards.setdefault(name, []).append(forwards)
+        print(f"{name}: {rate:,.0f} tokens/s, {forwards:,} a forward, cores {self.cores[name]}", flush=True)
 
     def figures(self) -> dict[str, Any]:
         medians = {name: statistics.median(rates) for name, rates in self.rounds.items()}
@@ -88,8 +92,18 @@ class Compared:
             "gb_per_second": {name: gigabytes_per_second(rate * TOKEN_BYTES, 1) for name, rate in medians.items()},
             "ratios": {name: round(rate / medians["no tap"], 4) for name, rate in medians.items()},
             "rounds": self.rounds,
+            "tokens_per_forward": self.forwards,
             "cores": self.cores,
         }
+
+
+def forward_tokens(log: Path, place: int) -> float:
+    """How many tokens a forward had, by what the server logged from byte `place` on; its mean."""
+    with log.open("rb") as file:
+        file.seek(place)
+        lines = [line for line in file if b"Prefill batch" in line and b"#new-token: " in line]
+    counts = [int(line.split(b"#new-token: ")[1].split(b",")[0]) for line in lines]
+    return round(statistics.fmean(counts), 1) if counts else 0.0
 
 
 def in_json(engine: Engine, asked: list[list[int]]) -> float:
@@ -126,20 +140,22 @@ def with_transformers(model: Path, asked: list[list[int]]) -> dict[str, float]:
     return found
 
 
-def measure(folder: Path, ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def measure(folder: Path, ranks: int, rows: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each server and its figures, as they are known."""
-    model, asked = build(folder / "model", 8), prompts(ROWS)
+    model, asked = build(folder / "model", 8), prompts(rows)
+    whole = (ranks, rows) == (1, ROWS)
     plugin = folder / "plugin"
     plugin.mkdir()
     environment = {f"ENV_{name}": value for name, value in ways.environment(plugin).items()}
     with running() as engines:
-        for server, other in SERVERS.items() if ranks == 1 else [("as launched", {})]:
+        for server, other in SERVERS.items() if whole else [("as launched", {})]:
             args = LIMITS | environment | {"mem_fraction_static": 0.6, "tp_size": ranks} | other
             with served(engines, model, memory=MEMORY, **args) as engine:
                 compared = Compared(engine, plugin / "way")
                 for name in FAST:  # compiles kernels, touches pages
                     compared.go(name, asked[:128])
                 compared.rounds.clear()
+                compared.forwards.clear()
                 print(f"--- {server}", flush=True)
                 for _ in range(ROUNDS):
                     waited = engine.tap.slot_wait_seconds
@@ -147,12 +163,12 @@ def measure(folder: Path, ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
                         compared.go(name, asked)
                     time.sleep(0.5)  # tap.json is renewed a few times a second
                     print(f"waited for slots: {engine.tap.slot_wait_seconds - waited:.2f} s", flush=True)
-                if args.get("enable_return_hidden_states"):
+                if whole and args.get("enable_return_hidden_states"):
                     compared.go("in the forward", asked[:SLOW_ROWS])
                     compared.rounds["JSON"] = [round(in_json(engine, asked[:JSON_ROWS]))]
                     print(f"JSON: {compared.rounds['JSON'][0]:,} tokens/s", flush=True)
                 figures = compared.figures() | {"writers": len(engine.tap.writer_pids), "slots": engine.tap.slots}
-                if server == "as launched":
+                if whole and server == "as launched":
                     figures["extract"] = extracted(engines, engine, folder, asked, figures)
                 yield server, figures
 
@@ -180,15 +196,15 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(path: Path, ranks: int = 1) -> None:
+def main(path: Path, ranks: int = 1, rows: int = ROWS) -> None:
     folder = Path(tempfile.mkdtemp(prefix="layertap-bench-"))
     servers: dict[str, Any] = {}
-    result = {"schema": 1, "what": "tests/bench/tap.py", "ranks": ranks, "widths": WIDTHS} | machine()
+    result = {"schema": 1, "what": "tests/bench/tap.py", "ranks": ranks, "rows": rows, "widths": WIDTHS} | machine()
     try:
-        for name, figures in measure(folder, ranks):
+        for name, figures in measure(folder, ranks, rows):
             servers[name] = figures
             keep(path, result, servers)
-        if ranks == 1:
+        if (ranks, rows) == (1, ROWS):
             first = servers["as launched"]
             for name, rate in with_transformers(folder / "model", prompts(16)).items():
                 first["tokens_per_second"][name] = round(rate)
