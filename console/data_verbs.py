@@ -39,11 +39,12 @@ def try_prompt(
         chat: take it as a user's message, through the chat template.
         port: port of the server, where several run.
     """
-    from console import headless, words
+    from console import headless
+    from console.words import of_dataset
 
     with open_host(common) as session:
         run = session.start("try", {"text": text, "chat": chat}, port)
-        return headless.end_job(session, run, lambda _: "drawing …", words.tried, common.json)
+        return headless.end_job(session, run, lambda _: "drawing …", of_dataset.tried, common.json)
 
 
 @app.command
@@ -54,7 +55,8 @@ def probe(*, against_hf: bool = False, port: Port | None = None, common: Common 
         against_hf: compare with a Hugging Face forward on the host's CPU too, where its memory holds the model.
         port: port of the server, where several run.
     """
-    from console import headless, words
+    from console import headless
+    from console.words import of_server
 
     with open_host(common) as session:
         run = headless.follow_job(
@@ -63,7 +65,7 @@ def probe(*, against_hf: bool = False, port: Port | None = None, common: Common 
             lambda now: f"{now['what']} …",
         )
         code, result = session.finish(run)
-        headless.out(result, common.json, words.probed)
+        headless.out(result, common.json, of_server.probed)
         return code
 
 
@@ -93,7 +95,8 @@ def plan(
         port: port of the server that the model is taken from, where several run.
         trust_remote_code: let the model's own tokenizer code run.
     """
-    from console import headless, words
+    from console import headless
+    from console.words import of_dataset
 
     with open_host(common) as session:
         job = {
@@ -107,7 +110,7 @@ def plan(
             "options": asked_row_options(options, session),
         }
         run = session.start("plan", job, port)
-        shown = words.chosen_rows if show else words.plan
+        shown = of_dataset.chosen_rows if show else of_dataset.plan
         return headless.end_job(session, run, lambda now: f"{now['rows']:,} rows read …", shown, common.json)
 
 
@@ -165,7 +168,8 @@ def extract(
 
 
 def _follow_extraction(session: Session, run_id: str, as_json: bool, watch: bool) -> int:
-    from console import headless, words
+    from console import headless
+    from console.words import of_run
 
     run: dict[str, Any] = {}
     narration = headless.EventNarration()
@@ -174,15 +178,15 @@ def _follow_extraction(session: Session, run_id: str, as_json: bool, watch: bool
             narration.show(run)
             if not run["progress"]:
                 continue
-            headless.ProgressLine.show(words.progress(run["progress"]))
+            headless.ProgressLine.show(of_run.progress(run["progress"]))
             if watch and as_json:
-                headless.out(run["progress"], True, words.extraction)
+                headless.out(run["progress"], True, of_run.extraction)
     except KeyboardInterrupt:
         headless.say(f"\n{run_id} goes on; the same command attaches to it again, `layertap stop {run_id}` stops it")
         return ExitCode.INTERRUPTED
     headless.ProgressLine.clear()
     code, result = session.finish(run)
-    headless.out(result, as_json, lambda _: words.extraction(run))
+    headless.out(result, as_json, lambda _: of_run.extraction(run))
     if result["bad_rows"]:
         headless.say(f"{result['bad_rows']} bad rows gave no sample; `layertap logs {run_id}` names them")
     return code
@@ -199,12 +203,13 @@ def pull(dataset: str, target: Path, *, samples: str | None = None, common: Comm
     """
     import msgspec
 
-    from console import headless, words
+    from console import headless
     from console.pull import Progress, parse_samples
     from console.pull import pull as copy
+    from console.words import of_dataset, of_run
 
     def show(now: Progress) -> None:
-        headless.ProgressLine.show(words.pulling(msgspec.structs.asdict(now)))
+        headless.ProgressLine.show(of_run.pulling(msgspec.structs.asdict(now)))
 
     chosen = parse_samples(samples) if samples is not None else None
     with open_host(common) as session:
@@ -215,7 +220,7 @@ def pull(dataset: str, target: Path, *, samples: str | None = None, common: Comm
             return ExitCode.INTERRUPTED
         finally:
             headless.ProgressLine.clear()
-        headless.out(msgspec.to_builtins(made), common.json, words.pulled)
+        headless.out(msgspec.to_builtins(made), common.json, of_dataset.pulled)
         return ExitCode.NOT_VERIFIED if made.failed else ExitCode.OK
 
 
@@ -227,14 +232,15 @@ def verify(dataset: Path, *, sample: int | None = None, common: Common = COMMON)
         dataset: folder of the dataset, one format's folder in it, or a folder of req_N.
         sample: only so many samples, chosen at random.
     """
-    from console import headless, words
+    from console import headless
+    from console.words import of_dataset, of_run
 
     if sample is not None and sample < 1:
         raise UsageError(f"--sample {sample}: give how many samples to verify, 1 or more, or leave it out for all")
     with open_host(common) as session:
         job = {"output": host_path(dataset, common), "sample": sample}
         run = session.start("verify", job)
-        return headless.end_job(session, run, words.verifying, words.verified, common.json)
+        return headless.end_job(session, run, of_run.verifying, of_dataset.verified, common.json)
 
 
 @app.command
@@ -245,12 +251,13 @@ def diff(a: Path, b: Path, *, common: Common = COMMON) -> int:
         a: folder of a dataset.
         b: folder of another one on the same host; numbers, formats and order need not be the same.
     """
-    from console import headless, words
+    from console import headless
+    from console.words import of_dataset, of_run
 
     with open_host(common) as session:
         job = {"dataset": host_path(a, common), "other": host_path(b, common)}
         run = session.start("diff", job)
-        return headless.end_job(session, run, words.comparing, words.compared, common.json)
+        return headless.end_job(session, run, of_run.comparing, of_dataset.compared, common.json)
 
 
 @app.command
@@ -272,7 +279,8 @@ def export(
         draft_vocab: tokens of the drafter's vocabulary, the most frequent in the loss: writes d2t and t2d too.
         allow_volatile: let that lie in memory (tmpfs).
     """
-    from console import headless, words
+    from console import headless
+    from console.words import of_dataset, of_run
 
     with open_host(common) as session:
         job = {
@@ -283,7 +291,7 @@ def export(
             "draft_vocab": draft_vocab,
         }
         run = session.start("export", job)
-        return headless.end_job(session, run, words.exporting, words.exported, common.json)
+        return headless.end_job(session, run, of_run.exporting, of_dataset.exported, common.json)
 
 
 @app.command
@@ -295,11 +303,12 @@ def sample(dataset: Path, number: int, *, trust_remote_code: bool = False, commo
         number: the sample's number.
         trust_remote_code: let the model's own tokenizer code run.
     """
-    from console import headless, words
+    from console import headless
+    from console.words import of_dataset
 
     with open_host(common) as session:
         place = host_path(dataset, common)
         model = session.host.request("dataset", path=place)["manifest"]["settings"]["model"]
         job = {"output": place, "number": number, "trusted_model": model if trust_remote_code else None}
         run = session.start("sample", job)
-        return headless.end_job(session, run, lambda _: "reading …", words.sample, common.json)
+        return headless.end_job(session, run, lambda _: "reading …", of_dataset.sample, common.json)

@@ -9,11 +9,11 @@ from typing import Any
 
 from backends import sglang
 from backends.errors import ConnectionFailed, ExitCode, LayertapError, LeftBehind, NotReady, RunDied
-from console import words
 from console.extraction import job
 from console.feed import aside
 from console.launching import layer_choice
 from console.session import Session
+from console.words import of_server
 
 READY_SECONDS = 600.0
 FORMATS = ["native", "specforge"]
@@ -53,7 +53,7 @@ class Demo:
         for status in session.follow_launch(server["id"], READY_SECONDS):
             self.follow(status)
         if status["verdict"]["verdict"] != "healthy":
-            raise NotReady("\n".join(words.server(status)))
+            raise NotReady("\n".join(of_server.server(status)))
         self.say(f"ready; drawing {status['layers']}")
         rows = f"{session.hello['payload_folder']}/host/backends/embedded/conversations.jsonl"
         drawn = self._job("extract", job(rows, self.output, FORMATS, {}, allow_volatile=True), server["port"])

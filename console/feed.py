@@ -18,9 +18,9 @@ from backends.errors import ConnectionFailed, LayertapError, UsageError
 from backends.host import LinkState
 from backends.logs import LogCursor
 from backends.sglang import mask_text
-from console import words
 from console.log_buffer import LogBuffer
 from console.session import Session, empty_snapshot, going_on
+from console.words import of_host
 
 if TYPE_CHECKING:
     from backends.ssh import Ask, Question
@@ -96,7 +96,7 @@ class Tail:
         self.heard = time.monotonic()
         if step.kind != "continue":
             self.lost = None if step.lost is None or self.lost is None else self.lost + step.lost
-            self.buffer.mark(words.log_gap(step.kind, step.lost))
+            self.buffer.mark(of_host.log_gap(step.kind, step.lost))
             return True
         if not step.data:
             return False
@@ -327,10 +327,10 @@ class Feed:
         tail, session = self._tails[key], self._session
         link = session.host.state if session else self._link
         if link.state != "live":
-            return " ".join(words.link(msgspec.to_builtins(link), time.time())).removeprefix("! link ")
+            return " ".join(of_host.link(msgspec.to_builtins(link), time.time())).removeprefix("! link ")
         if tail.run is None:
             return "no run yet"
-        return words.stream(msgspec.to_builtins(_stream(key, tail.heard, tail.lost)))
+        return of_host.stream(msgspec.to_builtins(_stream(key, tail.heard, tail.lost)))
 
 
 def aside(act: Callable[[], T]) -> Future[T]:

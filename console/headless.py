@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from backends.logs import LogCursor
-from console import words
 from console.demo import Demo
 from console.session import Session
+from console.words import figures, of_host, of_run, of_server
 
 
 def out(data: Any, as_json: bool, text: Callable[[Any], Iterable[str]]) -> None:
@@ -63,15 +63,15 @@ class StartNarration:
         """Take in the server's status."""
         phase = status["phase"] or "starting"
         if phase != self.last:
-            say(f"  {words.dashed(phase)} …")
+            say(f"  {figures.dashed(phase)} …")
             self.last = phase
         verdict, cause = status["verdict"]["verdict"], status["verdict"]["cause"]
-        if verdict in words.GOING_ON and cause != self.told:
+        if verdict in of_server.GOING_ON and cause != self.told:
             self.told = cause
             if cause:
-                say(f"  {words.SIGNS[verdict]} {verdict.replace('_', ' ')}: {cause}")
+                say(f"  {of_server.SIGNS[verdict]} {verdict.replace('_', ' ')}: {cause}")
         silent = next((line for line in status["verdict"]["evidence"] if line.startswith("log silent")), "")
-        ProgressLine.show(f"  {words.dashed(phase)} for {words.duration(status['phase_seconds'])}  {silent}")
+        ProgressLine.show(f"  {figures.dashed(phase)} for {figures.duration(status['phase_seconds'])}  {silent}")
 
 
 class EventNarration:
@@ -84,8 +84,8 @@ class EventNarration:
         """Take in a run with its newest events."""
         new = [one for one in run["events"] if one["at"] > self.told]
         for one in new:
-            if one["event"] in words.NARRATED:
-                say(f"  {words.event(one)}")
+            if one["event"] in of_run.NARRATED:
+                say(f"  {of_run.event(one)}")
             self.told = one["at"]
 
 
@@ -137,7 +137,7 @@ def show_demo(make: Callable[[Callable[[str], None], Callable[[dict[str, Any]], 
         if "phases" in run:
             narration.show(run)
         elif run["progress"]:
-            line = words.progress if run["kind"] == "extract" else words.verifying
+            line = of_run.progress if run["kind"] == "extract" else of_run.verifying
             ProgressLine.show(line(run["progress"]))
 
     demo = make(say, follow)
@@ -155,7 +155,7 @@ def follow_log(session: Session, path: str, follow: bool) -> Iterator[bytes]:
     while True:
         step = session.log(path, cursor)
         if step.kind != "continue":
-            say(words.log_gap(step.kind, step.lost))
+            say(of_host.log_gap(step.kind, step.lost))
         elif step.data:
             yield step.data
         elif not follow:

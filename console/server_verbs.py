@@ -49,18 +49,19 @@ def launch(
         detach: return at once.
         dry_run: print the merged arguments, each with its reason, and start nothing.
     """
-    from console import headless, words
+    from console import headless
     from console.launching import layer_choice, shown, suitable
+    from console.words import of_host, of_server
 
     with open_host(common) as session:
         if profile is None:
-            headless.out(suitable(session, model), common.json, words.candidates)
+            headless.out(suitable(session, model), common.json, of_host.candidates)
             raise UsageError("say which profile to launch; + suits this host and model")
         merged = session.plan_launch(profile, model, port, settings.overrides())
         choice = layer_choice(layers.given(), merged.layers)
         differs = merged.match.differs(session.situation(merged.model)) if merged.match else None
         if dry_run:
-            headless.out(shown(merged, choice.words(), differs), common.json, words.launch)
+            headless.out(shown(merged, choice.words(), differs), common.json, of_server.launch)
             return ExitCode.OK
         for one in differs or []:
             headless.say(f"warning: {profile}: {one}")
@@ -76,7 +77,7 @@ def launch(
         except KeyboardInterrupt:
             headless.say(f"\n{run['id']} goes on; `layertap status --watch` follows it, `layertap stop` stops it")
             return ExitCode.INTERRUPTED
-        headless.out(status, common.json, words.server)
+        headless.out(status, common.json, of_server.server)
         verdict = status["verdict"]["verdict"]
         if verdict in ("starting", "slow_but_fine", "hang_suspected"):
             headless.say(f"not ready after {timeout:g} s; it goes on, `layertap status --watch` follows it")
@@ -113,9 +114,10 @@ def tune(
         write: write that profile to layertap.toml; one that is there is never changed.
         run: id of a tuning run: instead of starting one, follow it, or show what it came to.
     """
-    from console import config, headless, tuned, words
+    from console import config, headless, tuned
     from console.launching import layer_choice
     from console.session import going_on
+    from console.words import of_run
 
     if run is None and profile is None:
         raise UsageError("say which profile to tune; `layertap launch` lists those that suit this host")
@@ -145,7 +147,7 @@ def tune(
         try:
             if run is None:
                 headless.say(told)
-            ended = headless.follow_job(session, found["id"], words.tuning)
+            ended = headless.follow_job(session, found["id"], of_run.tuning)
             code = session.finish(ended)[0]
         except KeyboardInterrupt:
             if going_on(session.host.request("run", run_id=found["id"])):  # it came before the run was followed
@@ -158,7 +160,7 @@ def tune(
             path = common.config or config.default_path()
             tuned.write(path, name, made["profile_toml"])
             made["written"] = str(path)
-        headless.out(made, common.json, words.tuned)
+        headless.out(made, common.json, of_run.tuned)
         return code
 
 
@@ -170,19 +172,20 @@ def status(*, port: Port | None = None, watch: bool = False, common: Common = CO
         port: port of the server, where several run.
         watch: show it again every second until Ctrl+C, also while the link is down.
     """
-    from console import headless, words
+    from console import headless
     from console.feed import Feed
+    from console.words import of_snapshot
 
     with open_host(common) as session:
         now = session.snapshot(port)
-        headless.out(now, common.json, words.snapshot)
+        headless.out(now, common.json, of_snapshot.snapshot)
         if watch:
             feed = Feed(common.host, lambda _: session, port, last=now, logs=False)
             feed.start()
             try:
                 while True:
                     time.sleep(1)
-                    headless.out(feed.snapshot(), common.json, words.snapshot)
+                    headless.out(feed.snapshot(), common.json, of_snapshot.snapshot)
             except KeyboardInterrupt:
                 return ExitCode.INTERRUPTED
         if now["server"] is None:
@@ -248,8 +251,9 @@ def doctor(
         output: folder that a dataset will go to; what it takes is known from the newest plan for it.
         port: port that a server will have.
     """
-    from console import headless, words
+    from console import headless
     from console.doctor import Wanted, examine, measured, measuring
+    from console.words import of_host
 
     with open_host(common) as session:
         wanted = Wanted(profile, model, port, host_path(output, common) if output else None)
@@ -258,7 +262,7 @@ def doctor(
             run = session.start("doctor", measuring(session, wanted))
             run = headless.follow_job(session, run["id"], lambda now: f"{now['what']} …")
             report = measured(session, report, session.finish(run)[1])
-        headless.out(report, common.json, words.doctor)
+        headless.out(report, common.json, of_host.doctor)
         return ExitCode.NOT_VERIFIED if report["counts"]["fail"] else ExitCode.OK
 
 
@@ -270,11 +274,12 @@ def stacks(run: str | None = None, *, port: Port | None = None, common: Common =
         run: id of a server run; without it, the live server.
         port: port of the server, where several run.
     """
-    from console import headless, words
+    from console import headless
+    from console.words import of_server
 
     with open_host(common) as session:
         run_id = run or session.host.request("server", port=port)["id"]
-        headless.out(session.host.request("stacks", run_id=run_id), common.json, words.stacks)
+        headless.out(session.host.request("stacks", run_id=run_id), common.json, of_server.stacks)
         return ExitCode.OK
 
 
@@ -289,10 +294,11 @@ def diagnose(file: Path, *, json: bool = False) -> int:
     import msgspec
 
     from backends.log_report import report
-    from console import headless, words
+    from console import headless
+    from console.words import of_server
 
     made = report(file.expanduser(), time.time())
-    headless.out(msgspec.to_builtins(made), json, words.diagnosis)
+    headless.out(msgspec.to_builtins(made), json, of_server.diagnosis)
     return ExitCode.OK if made.fine else ExitCode.NOT_VERIFIED
 
 
@@ -301,13 +307,14 @@ def hosts(*, common: Common = COMMON) -> int:
     """List the hosts that --host takes, and how each is: reached or not, its SGLang, its GPUs."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from console import config, headless, words
+    from console import config, headless
     from console.hosts import known, look
+    from console.words import of_host
 
     loaded = config.load(common.config)
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda name: look(name, loaded, common.python), known(loaded)))
-    headless.out({"schema": 1, "hosts": found}, common.json, words.hosts)
+    headless.out({"schema": 1, "hosts": found}, common.json, of_host.hosts)
     return ExitCode.OK
 
 
@@ -318,14 +325,15 @@ def runs(run: str | None = None, *, common: Common = COMMON) -> int:
     Args:
         run: id of a run, or its beginning.
     """
-    from console import headless, words
+    from console import headless
+    from console.words import of_run
 
     with open_host(common) as session:
         if run:
-            headless.out(session.host.request("run", run_id=run), common.json, words.run)
+            headless.out(session.host.request("run", run_id=run), common.json, of_run.run)
         else:
             found = session.host.request("all")
-            headless.out({"schema": 1, "runs": found}, common.json, lambda _: map(words.run_line, found))
+            headless.out({"schema": 1, "runs": found}, common.json, lambda _: map(of_run.run_line, found))
         return ExitCode.OK
 
 
@@ -340,11 +348,12 @@ def bundle(
         port: port of the server, where several run.
         output: the file, a .tar.gz in this folder without it.
     """
-    from console import headless, words
+    from console import headless
     from console.bundle import seen, write
+    from console.words import of_snapshot
 
     with open_host(common) as session:
-        status = "\n".join(words.snapshot(seen(session, run, port))) + "\n"
+        status = "\n".join(of_snapshot.snapshot(seen(session, run, port))) + "\n"
         path = write(session, {"status.txt": status}, run, output, port=port)
         headless.out({"schema": 1, "path": str(path)}, common.json, lambda made: [made["path"]])
         return ExitCode.OK

@@ -15,7 +15,7 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.theme import BUILTIN_THEMES
 
-from console import bundle, themes, words
+from console import bundle, themes
 from console.commands import BY_ID, COMMANDS
 from console.config import Config, ConsoleConfig
 from console.feed import Feed
@@ -33,6 +33,7 @@ from console.tui.screens.runs import RunsScreen
 from console.tui.screens.samples import SamplesScreen
 from console.tui.screens.server import ServerScreen
 from console.tui.screens.try_prompt import TryScreen
+from console.words import of_server
 
 T = TypeVar("T")
 SHOW_SECONDS = 0.25
@@ -250,7 +251,7 @@ class Console(App[None], inherit_bindings=False):
             self.notify(f"reading where the processes of {run_id} stand …", markup=False)
             report = await self._ask_host(lambda session: session.host.request("stacks", run_id=run_id))
             if report is not None:
-                self.notify("\n".join(words.stacks(report)), timeout=60, markup=False)
+                self.notify("\n".join(of_server.stacks(report)), timeout=60, markup=False)
 
         self.run_worker(reading())
 

@@ -11,7 +11,7 @@ from other_models import MAKE
 from shapes import BACKENDS, LIMITS
 
 from capture.layers import LayerChoice
-from console import words
+from console.words import of_server
 
 # Its own kernel package has a router's; SGLang can compile one with Triton too.
 ROUTER = {"ENV_SGLANG_OPT_USE_JIT_KERNEL_FUSED_TOPK": "1"}
@@ -24,7 +24,7 @@ def test_states_are_those_of_a_hugging_face_forward(engines: Engines, tmp_path: 
     layers = LayerChoice(outputs=[0, 2, 5])
     engine = engines.get("base", model=tmp_path / "model", layers=layers, **BACKENDS, **LIMITS, **ROUTER)
     code, found = engine.probe(tmp_path, against_hf=True)
-    print(*words.probed(msgspec.to_builtins(found)), sep="\n")
+    print(*of_server.probed(msgspec.to_builtins(found)), sep="\n")
     assert (code, found.failures) == (0, [])
     assert found.layers.boundaries == [1, 3, 6]
     assert found.against_hf is not None

@@ -11,7 +11,7 @@ import torch
 from engines import Engines
 from shapes import make, start
 
-from console import words
+from console.words import of_server
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def test_a_sound_server_passes(engines: Engines, made: dict[str, Path], tmp_path
         pytest.skip(f"there is one GPU, {ranks} are needed")
     more: dict[str, Any] = {"tp_size": ranks} if ranks > 1 else {}
     code, found = start(engines, made[name], **more).probe(tmp_path, against_hf=True)
-    print(*words.probed(msgspec.to_builtins(found)), sep="\n")
+    print(*of_server.probed(msgspec.to_builtins(found)), sep="\n")
     assert (code, found.failures, found.ranks) == (0, [], ranks)
     assert found.lengths == [3, 64, 1500, 2500, 4097]
     assert found.shared_forwards > 0

@@ -21,8 +21,9 @@ from backends.errors import NotReady
 from backends.ports import free_port
 from backends.sglang import Launch, load_profiles, resolve
 from capture.measure import Copied, Measured, MiB, Reduced, Written
-from console import doctor, words
+from console import doctor
 from console.doctor import Wanted, clock, examine, measured, measuring
+from console.words import of_host
 
 LAYERTAP = Path(sys.executable).with_name("layertap")
 FIRST_CASE = "kimi-k2_5-int4-8x-rtxpro6000"
@@ -242,7 +243,7 @@ def test_a_report_in_words() -> None:
             unknown("host.governor", "not shown here"),
         ],
     )
-    assert list(words.doctor(report)) == [
+    assert list(of_host.doctor(report)) == [
         "gpu",
         "  + present          8 x H200",
         "  ! xid              XID 79: 1 times since boot",

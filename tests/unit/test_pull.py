@@ -26,9 +26,10 @@ from backends.errors import ConnectionFailed, Locked, UsageError
 from backends.host import Host, LocalHost
 from capture.dataset.ledger import Ledger, WrittenFile
 from capture.dataset.manifest import Finished, read_manifest, write_manifest
-from console import cli, words
+from console import cli
 from console.pull import Failure, Outcome, Progress, files, parse_samples, pull, tokens
 from console.pull import source as pull_source
+from console.words import of_run
 
 LAYERTAP = Path(sys.executable).with_name("layertap")
 ALL = list(range(8))
@@ -525,9 +526,9 @@ def test_ctrl_c(home: Path, source: Path) -> None:
 
 def test_progress_in_words() -> None:
     now = Progress("files", 3, 10, 2_000_000, 10_000_000, 4_000_000.0)
-    assert words.pulling(msgspec.structs.asdict(now)) == "3 / 10 files · 2 MB / 10 MB · 4 MB/s · 2 s left"
+    assert of_run.pulling(msgspec.structs.asdict(now)) == "3 / 10 files · 2 MB / 10 MB · 4 MB/s · 2 s left"
     now = Progress("checking", 3, 10, 2_000_000, 10_000_000, link="reconnecting")
-    assert words.pulling(msgspec.structs.asdict(now)) == (
+    assert of_run.pulling(msgspec.structs.asdict(now)) == (
         "checking what is here · 3 / 10 files · 2 MB / 10 MB · link reconnecting"
     )
-    assert words.pulling(msgspec.structs.asdict(Progress("listing"))) == "listing …"
+    assert of_run.pulling(msgspec.structs.asdict(Progress("listing"))) == "listing …"

@@ -12,7 +12,8 @@ import pytest
 
 from backends.errors import UsageError
 from backends.sglang import Overrides, load_profiles, resolve
-from console import tuned, words
+from console import tuned
+from console.words import of_run
 
 AT = time.mktime((2026, 11, 30, 12, 0, 0, 0, 0, -1))
 
@@ -70,7 +71,7 @@ def result(**known: Any) -> dict[str, Any]:
 
 def test_the_table_has_the_fastest_first() -> None:
     made = tuned.shown(result(), "fast")
-    assert list(words.tuned(made))[:10] == [
+    assert list(of_run.tuned(made))[:10] == [
         "one round: 60 prompts, 65,000 tokens, the longest 4,000",
         "  variant                  changes                            tok/s  of the bus    gain    start",
         "  overlap                  disable-overlap-schedule unset    25,000         31%    +25%  5 m 0 s",
@@ -83,7 +84,7 @@ def test_the_table_has_the_fastest_first() -> None:
         "# for layertap.toml:",
     ]
     one_gpu = result(trials=[trial("base", 5.0, base=None)], changes=[], best="base", profile="base")
-    assert list(words.tuned(tuned.shown(one_gpu, "fast")))[1:] == [
+    assert list(of_run.tuned(tuned.shown(one_gpu, "fast")))[1:] == [
         "  variant  changes     tok/s    gain    start",
         "* base     -               5       -  5 m 0 s",
         "nothing is faster than base as it is",
@@ -92,7 +93,7 @@ def test_the_table_has_the_fastest_first() -> None:
 
 def test_a_run_that_was_stopped_says_what_is_known() -> None:
     made = result(trials=[trial("base", None, base=None, failure="it was stopped")], changes=[], best=None, load={})
-    lines = list(words.tuned(tuned.shown(made | {"stopped": "it was asked to stop"}, "fast")))
+    lines = list(of_run.tuned(tuned.shown(made | {"stopped": "it was asked to stop"}, "fast")))
     assert lines[1:] == [
         "! base     -               -       -        -",
         "    it was stopped (`layertap logs server-1`)",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from console import words
+from console.words import figures, of_dataset, of_host, of_run, of_server, of_snapshot
 
 # --- Numbers ---
 
@@ -29,7 +29,7 @@ from console import words
     ],
 )
 def test_bytes(count: float | None, said: str) -> None:
-    assert words.size(count) == said
+    assert figures.size(count) == said
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_bytes(count: float | None, said: str) -> None:
     ],
 )
 def test_seconds(seconds: float | None, said: str) -> None:
-    assert words.duration(seconds) == said
+    assert figures.duration(seconds) == said
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_seconds(seconds: float | None, said: str) -> None:
     ],
 )
 def test_a_histogram(buckets: list[list[int]], said: str) -> None:
-    assert words.histogram(buckets) == said
+    assert figures.histogram(buckets) == said
 
 
 # --- Status ---
@@ -84,7 +84,7 @@ def server(**known: Any) -> dict[str, Any]:
 
 
 def test_a_server_that_has_logged_nothing() -> None:
-    assert list(words.server(server())) == [
+    assert list(of_server.server(server())) == [
         "~ server server-20260101-120000-abcd: starting",
         "  profile mine · SGLang 0.5.23 · port 30000",
         "  nothing logged yet",
@@ -103,7 +103,7 @@ def test_a_server_that_starts() -> None:
         ],
     )
     now["verdict"]["evidence"] = ["process alive", "in phase weights for 311 s"]
-    assert list(words.server(now)) == [
+    assert list(of_server.server(now)) == [
         "~ server server-20260101-120000-abcd: starting, in weights for 5 m 12 s",
         "  profile mine · SGLang 0.5.23 · port 30000",
         "  args 2 s > dist 39 s > weights … (shard 3 of 64)",
@@ -121,7 +121,7 @@ def test_a_server_that_is_healthy() -> None:
         phases=[phase("warm_up", 0.0, 3.0), phase("ready", 3.0, None)],
     )
     now["verdict"]["verdict"] = "healthy"
-    assert list(words.server(now)) == [
+    assert list(of_server.server(now)) == [
         "+ server server-20260101-120000-abcd: healthy",
         "  profile mine · SGLang 0.5.23 · port 30000",
         "  warm-up 3 s > ready",
@@ -137,7 +137,7 @@ def test_a_server_that_crashed() -> None:
         "remedy": "lower mem-fraction-static",
         "evidence": ["process gone"],
     }
-    assert list(words.server(now)) == [
+    assert list(of_server.server(now)) == [
         "! server server-20260101-120000-abcd: crashed",
         "  profile mine · SGLang 0.5.23 · port 30000",
         "  weights …",
@@ -156,7 +156,7 @@ def test_a_hang_with_its_stacks() -> None:
         "remedy": "stop it",
         "evidence": ["process alive"],
     }
-    lines = list(words.server(now))
+    lines = list(of_server.server(now))
     assert lines[0] == "? server server-20260101-120000-abcd: hang_suspected, in weights for 3 m 20 s"
     assert lines[-1] == "  stacks: /runs/x/stacks-1.txt"
 
@@ -168,8 +168,8 @@ def test_stacks() -> None:
         "path": "/runs/x/stacks-1.txt",
         "summary": ["TP0 stands in f", "TP1 differs"],
     }
-    assert list(words.stacks(report)) == [
-        f"stacks of server-1 at {words.when(0.0)}",
+    assert list(of_server.stacks(report)) == [
+        f"stacks of server-1 at {figures.when(0.0)}",
         "  TP0 stands in f",
         "  TP1 differs",
         "  all of them: /runs/x/stacks-1.txt",
@@ -179,7 +179,7 @@ def test_stacks() -> None:
 def test_a_diagnosis() -> None:
     finding = {"id": "runtime-oom", "since": None, "evidence": ["line 7: x"], "cause": "c", "remedy": "r"}
     made = {"verdict": "hang_suspected", "phases": [phase("args", 1.0, 3.0)], "findings": [finding]}
-    assert list(words.diagnosis(made)) == [
+    assert list(of_server.diagnosis(made)) == [
         "? hang suspected",
         "  args 2 s",
         "runtime-oom",
@@ -193,7 +193,7 @@ def test_a_diagnosis() -> None:
 def test_every_verdict_has_a_sign_of_its_own(verdict: str, sign: str) -> None:
     now = server()
     now["verdict"]["verdict"] = verdict
-    assert next(iter(words.server(now))) == f"{sign} server server-20260101-120000-abcd: {verdict}"
+    assert next(iter(of_server.server(now))) == f"{sign} server server-20260101-120000-abcd: {verdict}"
 
 
 DUMPS = {
@@ -216,19 +216,21 @@ DUMPS = {
 
 
 def test_dumps() -> None:
-    assert words.dumps(DUMPS) == (
+    assert of_server.dumps(DUMPS) == (
         "  dumps: ours 1200 · warm-up 1 · health 17 · stranger 2 · done 1197 · failed 3 · 430 MB/s · "
         "arena 3 of 4 slots free · 48.6 GB free · full in 113 s"
     )
 
 
 def test_dumps_that_forwards_have_waited_for() -> None:
-    assert " · arena 3 of 4 slots free · 72 s waited for slots · " in words.dumps(DUMPS | {"slot_wait_seconds": 71.2})
+    assert " · arena 3 of 4 slots free · 72 s waited for slots · " in of_server.dumps(
+        DUMPS | {"slot_wait_seconds": 71.2}
+    )
 
 
 def test_dumps_of_which_little_is_known() -> None:
     unknown = dict.fromkeys(("seen", "slots", "slots_free", "slot_wait_seconds", "bytes_per_second", "seconds_to_full"))
-    assert words.dumps(DUMPS | unknown | {"error": "tap.json: not there"}) == (
+    assert of_server.dumps(DUMPS | unknown | {"error": "tap.json: not there"}) == (
         "  dumps: done 1197 · failed 3 · 48.6 GB free · tap.json: not there"
     )
 
@@ -251,7 +253,7 @@ GPU = {
 def test_gpus_with_what_is_wrong_marked_by_a_sign() -> None:
     troubled = GPU | {"index": 3, "throttle": ["thermal"], "xid": [{"code": 79, "at": 1.0}], "power_watts": None}
     lost = GPU | {"index": 4, "error": "GPU is lost"}
-    assert list(words.gpus({"state": "ok", "why": None, "gpus": [GPU, troubled, lost]})) == [
+    assert list(of_host.gpus({"state": "ok", "why": None, "gpus": [GPU, troubled, lost]})) == [
         "  GPU 2: RTX PRO 6000 · 97 % · 88 GB of 95.6 GB · 409 of 600 W · 84 °C",
         "! GPU 3: RTX PRO 6000 · 97 % · 88 GB of 95.6 GB · ? of 600 W · 84 °C · thermal · XID 79",
         "! GPU 4: GPU is lost",
@@ -259,14 +261,14 @@ def test_gpus_with_what_is_wrong_marked_by_a_sign() -> None:
 
 
 def test_a_host_without_gpus_is_no_error() -> None:
-    assert list(words.gpus({"state": "no_gpu", "why": "NVML sees none", "gpus": []})) == []
-    assert list(words.gpus({"state": "error", "why": "driver mismatch", "gpus": []})) == ["GPUs: driver mismatch"]
+    assert list(of_host.gpus({"state": "no_gpu", "why": "NVML sees none", "gpus": []})) == []
+    assert list(of_host.gpus({"state": "error", "why": "driver mismatch", "gpus": []})) == ["GPUs: driver mismatch"]
 
 
 def test_a_link_that_is_not_live() -> None:
     state = {"since": 100.0, "why": "cut", "attempt": 3, "next_in": 3.2, "state": "reconnecting"}
-    assert list(words.link(state, 129.5)) == ["! link reconnecting for 30 s, attempt 3, next in 4 s: cut"]
-    assert list(words.link(state | {"state": "live"}, 129.5)) == []
+    assert list(of_host.link(state, 129.5)) == ["! link reconnecting for 30 s, attempt 3, next in 4 s: cut"]
+    assert list(of_host.link(state | {"state": "live"}, 129.5)) == []
 
 
 def progress(**known: Any) -> dict[str, Any]:
@@ -294,13 +296,13 @@ def progress(**known: Any) -> dict[str, Any]:
     ],
 )
 def test_progress(known: dict[str, Any], said: str) -> None:
-    assert words.progress(progress(**known)) == said
+    assert of_run.progress(progress(**known)) == said
 
 
 def test_the_progress_of_a_verification() -> None:
     now = {"done": 1_200, "total": 5_000, "bytes": 3_200_000_000, "bytes_per_second": 1.5e9}
-    assert words.verifying(now) == "[####----------------] · 1,200 / 5,000 samples · 3.2 GB · 1.5 GB/s"
-    assert words.verifying(dict(done=0, total=0, bytes=0, bytes_per_second=None)) == "0 / 0 samples · 0 B"
+    assert of_run.verifying(now) == "[####----------------] · 1,200 / 5,000 samples · 3.2 GB · 1.5 GB/s"
+    assert of_run.verifying(dict(done=0, total=0, bytes=0, bytes_per_second=None)) == "0 / 0 samples · 0 B"
 
 
 REPORT = {"schema": 1, "samples": 6, "verified": 5, "failed": 1, "total": 6, "bytes": 9, "deviations": {}}
@@ -313,7 +315,7 @@ def test_what_a_verification_came_to() -> None:
         {"sample": None, "format": "speculators", "reason": "state.json is missing"},
     ]
     deviations = {"speculators-fp8": {"last": {"rows": 9, "mean": 0.0261, "largest": 0.0312}}}
-    assert list(words.verified(REPORT | {"failures": failures, "deviations": deviations})) == [
+    assert list(of_dataset.verified(REPORT | {"failures": failures, "deviations": deviations})) == [
         "6 samples · 5 verified · 1 failed",
         "speculators-fp8: a row is off by, relative to its norm: last 2.61% (at most 3.12%)",
         "  sample 3 native: it is missing",
@@ -321,11 +323,11 @@ def test_what_a_verification_came_to() -> None:
         "  speculators: state.json is missing",
     ]
     some = REPORT | {"failures": [], "total": 5_000, "failed": 0, "verified": 6}
-    assert list(words.verified(some)) == ["6 of 5,000 samples · 6 verified · 0 failed"]
+    assert list(of_dataset.verified(some)) == ["6 of 5,000 samples · 6 verified · 0 failed"]
 
 
 def test_a_comparison_in_words() -> None:
-    assert words.comparing({"done": 1, "total": 4}) == "[#####---------------] · 1 / 4 samples"
+    assert of_run.comparing({"done": 1, "total": 4}) == "[#####---------------] · 1 / 4 samples"
     equal = {"samples": 7, "different": 0, "deviation": {"rows": 9, "mean": 0.0, "largest": 0.0}}
     off = {"samples": 7, "different": 2, "deviation": {"rows": 9, "mean": 0.002, "largest": 0.5}}
     made = {
@@ -346,7 +348,7 @@ def test_a_comparison_in_words() -> None:
             {"a": 1, "b": 2, "what": "boundary 3 differs"},
         ],
     }
-    assert list(words.compared(made)) == [
+    assert list(of_dataset.compared(made)) == [
         "not the same: 5 samples equal · 2 different · 1 only in /a · 1 only in /b",
         "read in native and specforge",
         "! --max-length was 4096, now 2048",
@@ -372,8 +374,8 @@ def test_an_export_in_words() -> None:
         "eta_seconds": 95.0,
     }
     shown = "[##########----------] · 200 / 400 samples · 4 MB · 2 MB/s · 2 failed · 95 s left"
-    assert words.exporting(now) == shown
-    assert words.exporting(now | {"phase": "finishing"}) == "writing what belongs beside the samples …"
+    assert of_run.exporting(now) == shown
+    assert of_run.exporting(now | {"phase": "finishing"}) == "writing what belongs beside the samples …"
     made = {
         "dataset": "/data/hs",
         "output": "/data/out",
@@ -388,7 +390,7 @@ def test_an_export_in_words() -> None:
         "failures": [{"sample": 3, "format": "native", "reason": "it is missing"}],
         "hints": {"speculators": "--on-missing raise"},
     }
-    assert list(words.exported(made)) == [
+    assert list(of_dataset.exported(made)) == [
         "5 samples written, 1 were here, 1 failed · 4 MB in 1.5 s · speculators, modelopt in /data/out",
         "! 2 samples of /data/hs are not extracted, so they are not here either",
         "  sample 3 native: it is missing",
@@ -408,9 +410,9 @@ def extraction(**known: Any) -> dict[str, Any]:
 
 def test_an_extraction() -> None:
     failures = [{"sample": number, "format": None, "reason": "too long"} for number in (9, 8, 7, 6)]
-    assert list(words.extraction(extraction())) == ["extraction extract-1: running -> /data"]
+    assert list(of_run.extraction(extraction())) == ["extraction extract-1: running -> /data"]
     now = extraction(state="exited", progress=progress(failed=4, failures=failures), result={"error": "/data is full"})
-    assert list(words.extraction(now)) == [
+    assert list(of_run.extraction(now)) == [
         "extraction extract-1: exited -> /data",
         "  2,500 / 10,000 samples · 4,322 tok/s · 123 GB · 4 failed · 2 h 14 m left",
         "  failed: sample 9: too long",
@@ -424,8 +426,8 @@ def test_a_snapshot() -> None:
     at = time.mktime((2026, 1, 1, 12, 34, 56, 0, 0, -1))
     now = {"at": at, "host": {"user": "ada", "host": "gpu-7"}, "server": None, "dumps": None, "extraction": None}
     now |= {"streams": [], "alarms": [], "link": {"state": "live"}, "gpus": {"state": "ok", "why": None, "gpus": [GPU]}}
-    (gpu,) = words.gpus(now["gpus"])
-    assert list(words.snapshot(now)) == ["ada@gpu-7 · 12:34:56", gpu, "no server of ours ever ran here"]
+    (gpu,) = of_host.gpus(now["gpus"])
+    assert list(of_snapshot.snapshot(now)) == ["ada@gpu-7 · 12:34:56", gpu, "no server of ours ever ran here"]
     alarm = {
         "id": "gpu-xid",
         "severity": "critical",
@@ -435,13 +437,13 @@ def test_a_snapshot() -> None:
         "remedy": "go",
     }
     now |= {"server": server(), "dumps": DUMPS, "extraction": extraction(), "alarms": [alarm]}
-    assert list(words.snapshot(now)) == [
+    assert list(of_snapshot.snapshot(now)) == [
         "ada@gpu-7 · 12:34:56",
         "! critical since 2026-01-01 12:34:56: an XID (GPU 3)",
         "  -> go",
         gpu,
-        *words.server(server()),
-        words.dumps(DUMPS),
+        *of_server.server(server()),
+        of_server.dumps(DUMPS),
         "extraction extract-1: running -> /data",
     ]
 
@@ -487,7 +489,7 @@ def test_chosen_rows_are_shown_whole_with_what_is_odd_about_them() -> None:
         "alarms": {"bos_twice": "token 1 twice"}, "text": "Hi[ there]", "parts": [["Hi", False], [" there", True]],
     }  # fmt: skip
     bad = row | {"line": 18, "reason": "messages is an empty list"}
-    assert list(words.chosen_rows({"schema": 1, "shown": [row, bad]})) == [
+    assert list(of_dataset.chosen_rows({"schema": 1, "shown": [row, bad]})) == [
         "b.parquet:17: 1,200 tokens, truncated, 3 in the loss, [ ]:",
         "  Hi[ there]",
         "  ! bos-twice: token 1 twice",
@@ -496,7 +498,7 @@ def test_chosen_rows_are_shown_whole_with_what_is_odd_about_them() -> None:
 
 
 def test_a_plan() -> None:
-    assert list(words.plan(plan())) == [
+    assert list(of_dataset.plan(plan())) == [
         "12,000 rows · 11,900 good · 60 overlong, skipped · 5 truncated · 40 bad",
         "9,520,000 tokens · 43% in the loss",
         "lengths  <= 64 ▂█ 128  median 90 · p99 127 · longest 128",
@@ -515,7 +517,7 @@ def test_a_plan() -> None:
 
 
 def test_a_plan_that_does_not_fit() -> None:
-    assert "/data has 3.2 MB free: DOES NOT FIT" in list(words.plan(plan(free_bytes=3_200_000, fits=False)))
+    assert "/data has 3.2 MB free: DOES NOT FIT" in list(of_dataset.plan(plan(free_bytes=3_200_000, fits=False)))
 
 
 def test_a_plan_without_good_rows() -> None:
@@ -523,7 +525,7 @@ def test_a_plan_without_good_rows() -> None:
         samples=0, tokens=0, masked_share=None, histogram=[], total_bytes={}, free_bytes=None, fits=None, preview=None
     )
     nothing |= {"alarms": [], "bad_rows": [], "median": None, "p99": None, "longest": None}
-    assert list(words.plan(nothing)) == ["12,000 rows · 0 good · 60 overlong, skipped · 5 truncated · 40 bad"]
+    assert list(of_dataset.plan(nothing)) == ["12,000 rows · 0 good · 60 overlong, skipped · 5 truncated · 40 bad"]
 
 
 def state(rows: int, norm: float) -> dict[str, Any]:
@@ -545,7 +547,7 @@ def tried(tokens: int, rows: int) -> dict[str, Any]:
 
 
 def test_a_try() -> None:
-    assert list(words.tried(tried(2, 2))) == [
+    assert list(of_dataset.tried(tried(2, 2))) == [
         "2 tokens sent · 2 rows in every tensor · 0.12 s",
         "      id  text                 |aux_0|     |aux_1|     |final|      |last|",
         "     100  ' w0'                   1.25   1.235e+04           8          80",
@@ -563,7 +565,7 @@ def test_a_try_shows_forty_tokens_and_every_finding() -> None:
         {"fatal": False, "what": "SGLang 0.6.0 was not tested", "remedy": "look at the states twice"},
         {"fatal": True, "what": "the cache is on", "remedy": "launch without it"},
     ]
-    lines = list(words.tried(made))
+    lines = list(of_dataset.tried(made))
     assert lines[41] == "     139  ' w39'                  1.25   1.235e+04           8          80"
     assert lines[42] == "          … and 2 more"
     assert lines[-2:] == [
@@ -586,7 +588,7 @@ def test_a_launch() -> None:
             ["api-key", "***", "[command line]"],
         ],
     }
-    assert list(words.launch(merged)) == [
+    assert list(of_server.launch(merged)) == [
         "# profile mine for SGLang 0.5.23; layers: outputs of layers 2, 30, 58",
         "! it is for 8 GPUs, and here are none",
         "tap memory 48 GiB      # [command line]",
@@ -596,8 +598,8 @@ def test_a_launch() -> None:
         "--disable-radix-cache  # missing rows [base]",
         "--api-key ***          # [command line]",
     ]
-    assert list(words.launch(merged | {"differs": []}))[1] == "# host and model are what the profile is for"
-    assert list(words.launch(merged | {"differs": None}))[1].startswith("tap memory")
+    assert list(of_server.launch(merged | {"differs": []}))[1] == "# host and model are what the profile is for"
+    assert list(of_server.launch(merged | {"differs": None}))[1].startswith("tap memory")
 
 
 # --- A sample ---
@@ -634,7 +636,7 @@ def sample(**known: Any) -> dict[str, Any]:
 
 
 def test_a_sample_token_by_token() -> None:
-    assert list(words.sample(sample())) == [
+    assert list(of_dataset.sample(sample())) == [
         "+ sample 1,234 written · a.jsonl:17 · 3 tokens, 2 in the loss · 1 attempt",
         "   row       id  text                loss     |aux_0|",
         "     0    19180  'What\\n'            -         ? 4123",
@@ -652,7 +654,9 @@ def test_a_sample_without_states_and_texts() -> None:
     one = sample()["sample"] | {"state": "failed", "attempts": 3}
     why = {"sample": 1234, "format": None, "reason": "it is not extracted"}
     said = list(
-        words.sample(sample(sample=one, states={}, files=[], failures=[why], no_text="/m: no such model", left_out=9))
+        of_dataset.sample(
+            sample(sample=one, states={}, files=[], failures=[why], no_text="/m: no such model", left_out=9)
+        )
     )
     assert said[0] == "! sample 1,234 failed · a.jsonl:17 · 3 tokens, 2 of the first 3 in the loss · 3 attempts"
     assert said[1] == "no texts: /m: no such model"
@@ -661,14 +665,14 @@ def test_a_sample_without_states_and_texts() -> None:
 
 def test_odd_rows_of_which_there_are_many() -> None:
     odd = [{"row": row, "why": "all zero"} for row in range(7)]
-    said = words.odd_rows({"odd": odd, "odd_rows": 1007})
+    said = of_dataset.odd_rows({"odd": odd, "odd_rows": 1007})
     assert said.startswith("! row 0 all zero · ! row 1 all zero")
     assert said.endswith("! row 4 all zero · 1,002 more")
 
 
 def test_figures_that_are_not_finite() -> None:
     state = {"shape": [1, 8], "dtype": "float32", "mean": None, "std": None, "median_norm": None, "norms": [None]}
-    assert words.sample_state(state) == "[1, 8] float32 · mean ? · std ? · norm ?, median ?"
+    assert of_dataset.sample_state(state) == "[1, 8] float32 · mean ? · std ? · norm ?, median ?"
 
 
 # --- Runs ---
@@ -721,7 +725,7 @@ def test_figures_that_are_not_finite() -> None:
     ],
 )
 def test_an_event(event: dict[str, Any], said: str) -> None:
-    assert words.event({"at": 1.0, **event}) == said
+    assert of_run.event({"at": 1.0, **event}) == said
 
 
 PROBED: dict[str, Any] = {
@@ -750,7 +754,7 @@ PROBED: dict[str, Any] = {
 
 
 def test_a_probe_that_passed() -> None:
-    assert list(words.probed(PROBED)) == [
+    assert list(of_server.probed(PROBED)) == [
         "+ probe passed: prompts of 3 and 2,049 tokens on 2 ranks, in 3 s",
         "  KimiK25ForConditionalGeneration in bfloat16, SGLang 0.5.23",
         "  tensors: outputs of layers 2, 30, 58, which are Hugging Face's hidden_states[3, 31, 59]",
@@ -765,7 +769,7 @@ def test_a_probe_that_passed() -> None:
 def test_a_probe_that_failed() -> None:
     against = {"tokens": 3, "state": "aux_0", "least": 0.5, "median": 0.75, "scale": 1.5, "boundary": 3, "nearest": 2}
     made = PROBED | {"passed": False, "failures": ["x is wrong"], "shared_forwards": 0, "against_hf": [against]}
-    said = list(words.probed(made))
+    said = list(of_server.probed(made))
     assert said[0] == "! probe FAILED: prompts of 3 and 2,049 tokens on 2 ranks, in 3 s"
     assert said[5:] == [
         "  ! x is wrong",
@@ -776,7 +780,7 @@ def test_a_probe_that_failed() -> None:
 
 
 def test_a_probe_that_drew_nothing() -> None:
-    said = list(words.probed(PROBED | {"passed": False, "failures": ["/generate answered 500"], "compared": []}))
+    said = list(of_server.probed(PROBED | {"passed": False, "failures": ["/generate answered 500"], "compared": []}))
     assert said[5:] == ["  ! /generate answered 500"]
 
 
@@ -784,5 +788,5 @@ def test_a_run_with_its_events() -> None:
     at = time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))
     shown = {"id": "try-1", "state": "exited", "exit": {"code": 0, "signal": None}}
     shown["events"] = [{"at": at, "event": "ended", "code": 0, "signal": None}]
-    assert list(words.run(shown)) == [f"{'try-1':<32} exited 0", "  2026-01-02 03:04:05  ended with code 0"]
-    assert words.run_line({"id": "try-1", "state": "running", "exit": None}) == f"{'try-1':<32} running"
+    assert list(of_run.run(shown)) == [f"{'try-1':<32} exited 0", "  2026-01-02 03:04:05  ended with code 0"]
+    assert of_run.run_line({"id": "try-1", "state": "running", "exit": None}) == f"{'try-1':<32} running"

@@ -11,13 +11,13 @@ from textual.screen import Screen
 from textual.widgets import Footer, Static
 
 from backends.errors import LayertapError
-from console import words
 from console.commands import COMMANDS
 from console.feed import Feed
 from console.session import Session, going_on
 from console.tui.jobs import ask
 from console.tui.widgets.banner import Banner
 from console.tui.widgets.panel import Panel, joined, line
+from console.words import of_host
 
 T = TypeVar("T")
 ALWAYS = ("view.dashboard", "help")
@@ -65,10 +65,10 @@ def link_words(now: dict[str, Any]) -> Any:
     if link["state"] == "live":
         samples = next((stream for stream in now["streams"] if stream["name"] == "samples"), None)
         if samples and samples["state"] == "stale":
-            return line((f"! {words.stream(samples)}", "bold $text-warning"))
+            return line((f"! {of_host.stream(samples)}", "bold $text-warning"))
         age = "" if not samples or samples["heard_age"] is None else f" {samples['heard_age']:.1f} s"
         return line(("+ live", "$text-success"), (age, "$foreground-muted"))
-    said = " ".join(words.link(link, now["at"])).removeprefix("! link ")
+    said = " ".join(of_host.link(link, now["at"])).removeprefix("! link ")
     style = "$text-error" if link["state"] == "failed" else "$text-warning"
     return line((f"{'!' if link['state'] == 'failed' else '~'} {said}", f"bold {style}"))
 

@@ -14,10 +14,10 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from backends.errors import LayertapError
-from console import words
 from console.feed import Feed
 from console.tui.jobs import ask
 from console.tui.widgets.panel import line
+from console.words import figures
 
 THIS = "."
 UP = ".."
@@ -161,4 +161,4 @@ def _order(entry: dict[str, Any]) -> tuple[bool, bool, str]:
 def _entry(entry: dict[str, Any]) -> Any:
     if entry["folder"]:
         return line(f"{'':>10}  ", (f"{entry['name']}/", "bold"))
-    return line((f"{words.size(entry['bytes']):>10}  ", "$foreground-muted"), entry["name"])
+    return line((f"{figures.size(entry['bytes']):>10}  ", "$foreground-muted"), entry["name"])

@@ -11,7 +11,6 @@ from textual.content import Content
 from textual.widgets import Static
 
 from backends.errors import LayertapError
-from console import words
 from console.doctor import STATUSES, Wanted, examine, measured, measuring
 from console.feed import Feed
 from console.session import Session
@@ -19,6 +18,7 @@ from console.tui.jobs import finish_job
 from console.tui.screens.base import HostScreen
 from console.tui.screens.dialogs import Confirm
 from console.tui.widgets.panel import SIGN_STYLES, Panel, line, wrapped
+from console.words import of_host
 
 NAME = 16  # cells
 MEASURE = (
@@ -139,7 +139,7 @@ class DoctorScreen(HostScreen):
         """Tell what goes on, or what it came to."""
         if self.laid_out:
             report = self._panel.report
-            came_to = words.doctor_counts(report) if report else "not asked; u asks"
+            came_to = of_host.doctor_counts(report) if report else "not asked; u asks"
             self.query_one("#state", Static).update(line((what or came_to, "$foreground-muted")))
             self._panel.show(self.feed.snapshot())
 
@@ -170,9 +170,9 @@ def _urgency(check: dict[str, Any]) -> int:
 
 def _told(check: dict[str, Any], width: int) -> list[Content]:
     """A check over as many lines as it needs."""
-    sign = words.CHECK_SIGNS[check["status"]]
+    sign = of_host.CHECK_SIGNS[check["status"]]
     style = "" if sign == "+" else SIGN_STYLES[sign]
-    first = f"  {sign} {words.check_name(check):<{NAME}} "
+    first = f"  {sign} {of_host.check_name(check):<{NAME}} "
     lines = wrapped(check["seen"], width, style, first, " " * len(first))
     if check["remedy"]:
         lines += wrapped(check["remedy"], width, "", "      -> ", "         ")

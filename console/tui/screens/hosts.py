@@ -13,11 +13,11 @@ from textual.binding import Binding
 from textual.message import Message
 from textual.widgets import DataTable, Static
 
-from console import words
 from console.feed import Feed, aside
 from console.tui.screens.base import HostScreen
 from console.tui.widgets.panel import line
 from console.tui.widgets.table import Table
+from console.words import of_host
 
 ASKING = "~ asking …"
 
@@ -67,7 +67,7 @@ class HostsScreen(HostScreen):
         table.update_cell(name, "state", Text(ASKING))
         found = await asyncio.wrap_future(aside(lambda: self.look(name)))
         here = "  (shown)" if name == self.feed.name else ""
-        said = f"{' '.join(words.host_state(found))}{here}"
+        said = f"{' '.join(of_host.host_state(found))}{here}"
         table.update_cell(name, "state", Text(said), update_width=True)
 
     @on(DataTable.RowSelected)

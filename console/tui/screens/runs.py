@@ -13,12 +13,12 @@ from textual.containers import VerticalScroll
 from textual.widgets import DataTable, Static
 
 from backends.sglang import mask_text
-from console import words
 from console.feed import Feed
 from console.session import going_on
 from console.tui.screens.base import HostScreen
 from console.tui.widgets.panel import line
 from console.tui.widgets.table import Table
+from console.words import figures, of_run, of_server
 
 RENEW_SECONDS = 2.0
 COLUMNS = (("run", 34), ("state", 12), ("began", 12), ("lasted", 10), ("what", 60))
@@ -115,16 +115,16 @@ def row(run: dict[str, Any], at: float) -> list[str]:
     known = ended is not None or going_on(run)
     what = run["details"].get("profile") or run["details"].get("output") or run["details"].get("rows") or ""
     port = f"port {run['port']}  " if run["port"] else ""
-    return [run["id"], state, _when(run["created"], at), words.duration(lasted) if known else "?", f"{port}{what}"]
+    return [run["id"], state, _when(run["created"], at), figures.duration(lasted) if known else "?", f"{port}{what}"]
 
 
 def told(run: dict[str, Any]) -> list[str]:
     """One run in lines: how it went, what happened, where its files are, and what was started."""
-    lines = [*words.run(run)]
+    lines = [*of_run.run(run)]
     if "phases" in run:
-        lines += words.server(run)
+        lines += of_server.server(run)
     elif run["kind"] == "extract":
-        lines += words.extraction(run)
+        lines += of_run.extraction(run)
     lines += [f"{name}: {value}" for name, value in run["details"].items() if name not in ("layers", "layers_words")]
     return [*lines, f"folder: {run['folder']}", f"argv: {mask_text(' '.join(run['argv']))}"]
 

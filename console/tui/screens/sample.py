@@ -12,7 +12,6 @@ from textual.content import Content
 from textual.widgets import Static
 
 from backends.errors import LayertapError
-from console import words
 from console.extraction import trusted_model
 from console.feed import Feed
 from console.tui.jobs import finish_job
@@ -20,6 +19,7 @@ from console.tui.screens.base import HostScreen
 from console.tui.widgets.panel import SIGN_STYLES, line
 from console.tui.widgets.states import StatesPanel
 from console.tui.widgets.token_table import TokenTable
+from console.words import figures, of_dataset
 
 
 class SampleScreen(HostScreen):
@@ -107,12 +107,12 @@ class SampleScreen(HostScreen):
 
 def head_lines(seen: dict[str, Any]) -> list[Content]:
     """The sample in a line, whether it is as it should be, and what is not shown."""
-    head = words.sample_head(seen)
+    head = of_dataset.sample_head(seen)
     lines = [line((head, f"bold {SIGN_STYLES.get(head[0], '')}"))]
     for failure in seen["failures"]:
         where = f"{failure['format']}: " if failure["format"] else ""
         lines.append(line((f"! {where}{failure['reason']}", "$text-error")))
-    files = ", ".join(f"{file['format']} {words.size(file['bytes'])}" for file in seen["files"])
+    files = ", ".join(f"{file['format']} {figures.size(file['bytes'])}" for file in seen["files"])
     if not seen["failures"]:
         lines.append(line(("+ verified", "$text-success"), f" in {files}; the figures are of {seen['read']}"))
     elif files:

@@ -13,7 +13,6 @@ from textual.content import Content
 from textual.widgets import DataTable, Input, Static
 
 from backends.errors import LayertapError, UsageError
-from console import words
 from console.extraction import again, live_port
 from console.feed import Feed
 from console.session import Session, going_on
@@ -25,6 +24,7 @@ from console.tui.screens.sample_log import SampleLog
 from console.tui.widgets.panel import SIGN_STYLES, joined, line
 from console.tui.widgets.sample_table import SampleTable
 from console.typed import whole
+from console.words import of_dataset
 
 PAGE = 200  # samples that the table holds at a time
 RENEW_SECONDS = 2.0  # while an extraction writes to the dataset
@@ -196,7 +196,7 @@ class SamplesScreen(HostScreen):
         if sample is None:
             said.update(line(("none" if self._page else "", "$foreground-muted")))
             return
-        sign = words.SAMPLE_SIGNS[sample["state"]]
+        sign = of_dataset.SAMPLE_SIGNS[sample["state"]]
         head = joined(
             [
                 line((f"{sign} sample {sample['number']:,} {sample['state']}", f"bold {SIGN_STYLES.get(sign, '')}")),
@@ -261,7 +261,7 @@ def states_line(counts: dict[str, int], only: str | None) -> Content:
     parts: list[Content | str] = []
     for key, state in enumerate(("", *STATES)):
         count = counts[state] if state else sum(counts.values())
-        text = f"{key} {words.SAMPLE_SIGNS[state] + ' ' + state if state else 'all'} {count:,}"
+        text = f"{key} {of_dataset.SAMPLE_SIGNS[state] + ' ' + state if state else 'all'} {count:,}"
         style = "$text-error" if state == "failed" and count else ""
         parts.append(line((f"[{text}]", f"bold {style}")) if (only or "") == state else line((f" {text} ", style)))
     return joined(parts, "")

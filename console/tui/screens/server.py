@@ -20,7 +20,7 @@ from backends.errors import LayertapError, UsageError
 from backends.sglang import Launch, Overrides, mask_argv
 from backends.situation import Situation
 from capture.layers import LayerChoice
-from console import DEFAULT_PORT, words
+from console import DEFAULT_PORT
 from console.feed import Feed
 from console.launching import differences, flags, layer_choice, pairs, shown
 from console.session import Session
@@ -29,6 +29,7 @@ from console.tui.screens.base import HostScreen
 from console.tui.widgets.overview import ServerPanel
 from console.tui.widgets.panel import Panel, line, wrapped
 from console.typed import whole, wholes
+from console.words import figures, of_server
 
 TYPING = 0.3  # seconds between two letters of a model's folder, which is asked for when it is written
 WAYS = (
@@ -82,15 +83,15 @@ class ProbePanel(Panel):
         tap = now["server"]["tap"] if now["server"] else None
         found = self.found
         resolved = (found or tap or {}).get("layers")
-        said = list(words.layers(resolved)) if resolved else []
+        said = list(of_server.layers(resolved)) if resolved else []
         if self.doing:
             head = line(("~ probing ", "$text-warning"), f"{self.doing} …")
         elif found is None:
             head = line(("not probed yet: ctrl+r, or the next extraction, does it", "$foreground-muted"))
         else:
             sign, style = ("+", "$text-success") if found["passed"] else ("!", "$text-error")
-            head = line((f"{sign} {words.probe_head(found)}", style), f", {words.when(found['at'])}")
-            said += words.probe_findings(found)
+            head = line((f"{sign} {of_server.probe_head(found)}", style), f", {figures.when(found['at'])}")
+            said += of_server.probe_findings(found)
         lines = [head]
         for text in said:
             style = "$text-error" if text.startswith("! ") else "$text-warning" if text.startswith("? ") else ""
@@ -250,7 +251,7 @@ class ServerScreen(HostScreen):
             self.run_worker(self._look_at(merged.model), exclusive=True, group="situation")
         if self._situation is None:
             return []
-        return [*words.suits(merged.match.differs(self._situation)), ""]
+        return [*of_server.suits(merged.match.differs(self._situation)), ""]
 
     async def _look_at(self, model: str) -> None:
         await asyncio.sleep(TYPING)  # the next letter ends this worker

@@ -9,11 +9,11 @@ from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import Checkbox, Input, Static
 
 from backends.errors import LayertapError
-from console import words
 from console.extraction import live_port
 from console.tui.jobs import finish_job
 from console.tui.screens.base import HostScreen
 from console.tui.widgets.panel import line
+from console.words import of_dataset
 
 
 class TryScreen(HostScreen):
@@ -53,4 +53,4 @@ class TryScreen(HostScreen):
         except LayertapError as error:
             said.update(line((f"! {error}", "$text-error")))
         else:
-            said.update("\n".join(words.tried(result)))
+            said.update("\n".join(of_dataset.tried(result)))

@@ -7,8 +7,8 @@ from typing import Any
 from textual.content import Content
 from textual.widgets import Static
 
-from console import words
 from console.tui.widgets.panel import line
+from console.words import figures
 
 
 class Banner(Static):
@@ -53,7 +53,7 @@ def _alarm(alarms: list[dict[str, Any]]) -> Content:
     sign = "?" if first["severity"] == "warning" else "!"
     return line(
         (f"{sign} {first['cause']}", "bold"),
-        f" since {words.clock(first['since'])} ({first['evidence']}){more}\n",
+        f" since {figures.clock(first['since'])} ({first['evidence']}){more}\n",
         ("-> ", "bold"),
         first["remedy"],
     )

@@ -10,9 +10,9 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
-from console import words
 from console.log_buffer import Line
 from console.log_lines import PREFIX
+from console.words import figures
 
 MARGIN = 2  # cells left of the text: the level's sign and the cursor
 SIGNS = {"error": "E", "warning": "W", "": " "}
@@ -46,7 +46,7 @@ def tag(line: Line) -> str:
     """What is said at the right end of the line, or ""."""
     if line.cut:
         return f"── {line.cut:,} more bytes in the file ──"
-    return f"── {words.dashed(line.phase)} ──" if line.phase else ""
+    return f"── {figures.dashed(line.phase)} ──" if line.phase else ""
 
 
 def lines_in_words(count: int) -> str:

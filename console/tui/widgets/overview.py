@@ -8,14 +8,13 @@ from typing import Any
 from textual.content import Content
 
 from backends.startup import PHASES
-from console import words
 from console.feed import Feed, Point
 from console.session import going_on
 from console.tui.widgets.panel import SIGN_STYLES, Panel, joined, line, wrapped
+from console.words import figures, of_run, of_server
 
 EVIDENCE_SHOWN = 5
 SPANS = (1, 2, 5, 15)  # minutes that the time line is long
-GOING_ON = words.GOING_ON
 HOLDS = 3.0  # seconds for which a sample is taken to hold
 SOMETIMES = frozenset({"tune", "graphs", "draft"})  # phases that many launches skip
 
@@ -57,26 +56,26 @@ class ServerPanel(Panel):
 def server_head(server: dict[str, Any], at: float) -> Iterable[Content]:
     """The server's state in one line."""
     verdict = server["verdict"]["verdict"]
-    sign = words.SIGNS.get(verdict, "?")
+    sign = of_server.SIGNS.get(verdict, "?")
     style = SIGN_STYLES[sign]
     if verdict == "stopped" and going_on(server):
         sign, style, verdict = "~", SIGN_STYLES["~"], "stopping"
     name = "READY" if verdict == "healthy" else verdict.upper().replace("_", " ")
     parts: list[Content | str] = [line((f"{sign} {name}", f"bold {style}"))]
     if verdict == "healthy":
-        parts.append(f"up {words.duration(at - server['created'])}")
-    elif verdict in GOING_ON and server["phase"]:
+        parts.append(f"up {figures.duration(at - server['created'])}")
+    elif verdict in of_server.GOING_ON and server["phase"]:
         before = (server["earlier"] or {}).get("phases", {}).get(server["phase"])
-        last = f" (last time {words.duration(before)})" if before is not None else ""
-        parts.append(f"{words.dashed(server['phase'])} for {words.duration(server['phase_seconds'])}{last}")
+        last = f" (last time {figures.duration(before)})" if before is not None else ""
+        parts.append(f"{figures.dashed(server['phase'])} for {figures.duration(server['phase_seconds'])}{last}")
     elif server["exit"]:
-        parts.append(f"{words.duration(at - server['exit']['at'])} ago")
+        parts.append(f"{figures.duration(at - server['exit']['at'])} ago")
     parts += [f"port {server['port']}", f"/health {server['health']}" if going_on(server) and server["health"] else ""]
     yield joined(parts, "   ")
     earlier = server["earlier"]
-    if verdict in GOING_ON and earlier:
-        since = words.duration(at - server["created"])
-        yield _muted(f"launched {since} ago; the start before took {words.duration(earlier['seconds'])}")
+    if verdict in of_server.GOING_ON and earlier:
+        since = figures.duration(at - server["created"])
+        yield _muted(f"launched {since} ago; the start before took {figures.duration(earlier['seconds'])}")
 
 
 def phase_rows(server: dict[str, Any], width: int) -> list[Content]:
@@ -86,19 +85,19 @@ def phase_rows(server: dict[str, Any], width: int) -> list[Content]:
         set((server["earlier"] or {}).get("phases", ())) | {"ready"} if server["earlier"] else set(PHASES) - SOMETIMES
     )
     current = server["phase"]
-    starting = server["verdict"]["verdict"] in GOING_ON
+    starting = server["verdict"]["verdict"] in of_server.GOING_ON
     cells: list[tuple[str, str, str]] = []
     for name in PHASES:
         phase = reached.get(name)
         if phase is None and (name not in expected or not starting):
             continue
         if phase is None:
-            cells.append((f"· {words.dashed(name)}", "", "$foreground-muted"))
+            cells.append((f"· {figures.dashed(name)}", "", "$foreground-muted"))
         elif name == current and starting:
-            cells.append((f"> {words.dashed(name)}", words.duration(server["phase_seconds"]), "bold $text-accent"))
+            cells.append((f"> {figures.dashed(name)}", figures.duration(server["phase_seconds"]), "bold $text-accent"))
         else:
             seconds = None if name == "ready" else _seconds(phase)
-            cells.append((f"+ {words.dashed(name)}", "" if seconds is None else words.duration(seconds), ""))
+            cells.append((f"+ {figures.dashed(name)}", "" if seconds is None else figures.duration(seconds), ""))
     rows: list[Content] = []
     for group in _fit([max(len(name), len(took) + 2) + 2 for name, took, _ in cells], width):
         names, times = [], []
@@ -126,7 +125,7 @@ def trouble(server: dict[str, Any], width: int) -> Iterable[Content]:
     verdict = server["verdict"]
     if verdict["verdict"] in ("healthy", "stopped"):
         return
-    sign = words.SIGNS[verdict["verdict"]]
+    sign = of_server.SIGNS[verdict["verdict"]]
     if verdict["cause"]:
         yield from wrapped(verdict["cause"], width, f"bold {SIGN_STYLES[sign]}", f"{sign} ", "  ")
     if verdict["remedy"]:
@@ -160,11 +159,11 @@ def extraction_lines(run: dict[str, Any], width: int) -> Iterable[Content]:
     if progress and progress["phase"] not in ("preparing", "tokenising", "probing"):
         yield from _progress_lines(progress, width)
         if not going_on(run) and run["exit"]:
-            yield _muted(f"ended {words.when(run['exit']['at'])}")
+            yield _muted(f"ended {figures.when(run['exit']['at'])}")
     elif going_on(run):
         yield _muted(f"{progress['phase'] if progress else 'preparing'} …")
     if going_on(run) and progress and progress["phase"] == "relaunching":
-        yield line((f"~ {words.progress(progress)}", "bold $text-warning"))
+        yield line((f"~ {of_run.progress(progress)}", "bold $text-warning"))
     if "error" in result:
         yield from wrapped(result["error"], width, "$text-error", "! ", "  ")
 
@@ -178,8 +177,8 @@ def _progress_lines(progress: dict[str, Any], width: int) -> Iterable[Content]:
     yield joined(
         [
             f"{rate:,.0f} tok/s" if rate else "",
-            f"{words.size(progress['bytes_written'])} written",
-            f"{words.duration(left)} left" if left else f"{words.duration(progress['seconds'])} in all",
+            f"{figures.size(progress['bytes_written'])} written",
+            f"{figures.duration(left)} left" if left else f"{figures.duration(progress['seconds'])} in all",
         ]
     )
     failed = line((f"failed {progress['failed']:,}", "$text-error" if progress["failed"] else ""))
@@ -226,17 +225,17 @@ class GpuPanel(Panel):
         if gpu["error"]:
             return line((f"! {gpu['index']}  {gpu['error']}", "$text-error"))
         troubles = [*(gpu["throttle"] or []), *(f"XID {xid['code']}" for xid in gpu["xid"] or [])]
-        figures = (
+        numbers = (
             f" {_number(gpu['utilisation_percent'], 3)}%"
             f" {_gib(gpu['memory_used_bytes'], 5)}/{_gib(gpu['memory_total_bytes'], 0)}G"
             f" {_number(gpu['power_watts'], 4)}/{_number(gpu['power_limit_watts'], 0)}W"
             f" {_number(gpu['temperature_c'], 3)}°C"
         )
         said = f" ! {', '.join(troubles)}" if troubles else ""
-        wide = max(4, min(60, width - len(figures) - len(said) - 3))
+        wide = max(4, min(60, width - len(numbers) - len(said) - 3))
         history = list(self.feed.gpu_history.get(gpu["index"], ()))[-wide:]
         blocks = history_blocks(history, 100.0).rjust(wide)
-        return line(f"{gpu['index']:>2} ", (blocks, "$text-accent"), figures, (said, "bold $text-warning"))
+        return line(f"{gpu['index']:>2} ", (blocks, "$text-accent"), numbers, (said, "bold $text-warning"))
 
 
 def _host_row(host: dict[str, Any]) -> Content:
@@ -263,18 +262,20 @@ class DumpsPanel(Panel):
         rate = dumps["bytes_per_second"]
         tap = server["tap"] or {}
         lines = [
-            joined([f"{words.dashed(name)} {count:,}" for name, count in seen.items()])
+            joined([f"{figures.dashed(name)} {count:,}" for name, count in seen.items()])
             if seen
             else _muted("tap not in"),
             joined(
                 [
                     f"done {states['done']['requests']:,}",
                     line((f"failed {failed:,}", "$text-error" if failed else "")),
-                    f"{words.size(states['done']['bytes'])} in all",
-                    f"{words.size(rate)}/s" if rate is not None else "",
+                    f"{figures.size(states['done']['bytes'])} in all",
+                    f"{figures.size(rate)}/s" if rate is not None else "",
                 ]
             ),
-            joined([f"{words.size(dumps['free_bytes'])} of {words.size(dumps['total_bytes'])} free", _to_full(dumps)]),
+            joined(
+                [f"{figures.size(dumps['free_bytes'])} of {figures.size(dumps['total_bytes'])} free", _to_full(dumps)]
+            ),
         ]
         if dumps["slots"] is not None:
             lost, waited, writers = dumps["writers_lost"], dumps["slot_wait_seconds"], len(dumps["writer_pids"] or ())
@@ -282,8 +283,8 @@ class DumpsPanel(Panel):
                 f"arena {dumps['slots'] - dumps['slots_free']} of {dumps['slots']} slots",
                 f"{writers} writer{'' if writers == 1 else 's'}",
                 line((f"{lost} lost", "$text-warning")) if lost else "",
-                line((f"waited {words.duration(waited)} for slots", "$text-warning")) if waited else "",
-                f"{words.size(tap['bytes_per_token'])} a token" if tap.get("bytes_per_token") else "",
+                line((f"waited {figures.duration(waited)} for slots", "$text-warning")) if waited else "",
+                f"{figures.size(tap['bytes_per_token'])} a token" if tap.get("bytes_per_token") else "",
             ]
             lines.append(joined(parts))
         if dumps["error"]:
@@ -295,7 +296,7 @@ def _to_full(dumps: dict[str, Any]) -> Content | str:
     seconds = dumps["seconds_to_full"]
     if seconds is None:
         return "not filling"
-    return line((f"full in {words.duration(seconds)}", "bold $text-warning"))
+    return line((f"full in {figures.duration(seconds)}", "bold $text-warning"))
 
 
 class TimelinePanel(Panel):
@@ -340,7 +341,7 @@ def _figure(name: str, point: Point, unit: str) -> str:
     if value is None:
         return "-"
     if name == "dump_bytes":
-        return f"{words.size(value)}/s"
+        return f"{figures.size(value)}/s"
     if name == "written":
         return f"{value:,.1f} {unit}"
     return f"{value:,.0f} {unit}"
@@ -368,9 +369,9 @@ def resample(points: Sequence[tuple[float, float | None]], start: float, end: fl
 
 def history_blocks(values: Iterable[float | None], most: float) -> str:
     """Values as blocks of eight heights, a space where one is not known."""
-    top = len(words.BLOCKS) - 1
+    top = len(figures.BLOCKS) - 1
     return "".join(
-        " " if value is None else words.BLOCKS[min(top, max(0, round(value / most * top)) if most > 0 else 0)]
+        " " if value is None else figures.BLOCKS[min(top, max(0, round(value / most * top)) if most > 0 else 0)]
         for value in values
     )
 
@@ -397,7 +398,7 @@ def _seconds(phase: dict[str, Any]) -> float | None:
 
 
 def _number(value: float | None, wide: int) -> str:
-    return words.number(value).rjust(wide)
+    return figures.number(value).rjust(wide)
 
 
 def _gib(value: float | None, wide: int) -> str:

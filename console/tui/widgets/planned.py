@@ -6,15 +6,15 @@ from typing import Any
 
 from textual.content import Content
 
-from console import words
 from console.tui.widgets.panel import line
+from console.words import of_dataset
 
 
 def plan_lines(made: dict[str, Any]) -> list[Content]:
     """A plan in lines; each may be longer than the screen is wide."""
     bad = {f"{row['file']}:{row['line']}: {row['reason']}" for row in made["bad_rows"]}
     preview = made["preview"]
-    shown = list(words.plan(made))
+    shown = list(of_dataset.plan(made))
     lines = [_line(text, text in bad) for text in (shown[:-2] if preview else shown)]
     if made["bad"] > len(made["bad_rows"]):
         lines.append(line((f"! and {made['bad'] - len(made['bad_rows']):,} more bad rows", "$text-error")))

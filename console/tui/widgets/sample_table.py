@@ -10,8 +10,8 @@ from rich.text import Text
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
-from console import words
 from console.tui.widgets.table import Table, theme_style
+from console.words import of_dataset
 
 COLUMNS = (("sample", 9), ("state", 9), ("tokens", 7), ("from", 22), ("tries", 5), ("reason", None))
 STYLES = {"sent": "text-accent", "written": "text-success", "failed": "text-error"}
@@ -60,7 +60,7 @@ class SampleTable(Table):
         tries = str(sample["attempts"]) if sample["attempts"] else ""
         return [
             Text(f"{sample['number']:,}", justify="right"),
-            Text(f"{words.SAMPLE_SIGNS[state]} {state}", style),
+            Text(f"{of_dataset.SAMPLE_SIGNS[state]} {state}", style),
             Text(f"{sample['tokens']:,}", justify="right"),
             Text(f"{posixpath.basename(sample['file'])}:{sample['line']}", overflow="ellipsis"),
             Text(tries, justify="right"),

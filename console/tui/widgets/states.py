@@ -6,9 +6,9 @@ from typing import Any
 
 from textual.content import Content
 
-from console import words
 from console.tui.widgets.overview import history_blocks, resample
 from console.tui.widgets.panel import Panel, line
+from console.words import figures, of_dataset
 
 NARROW = 110  # cells below which a state's figures and its plot stand under each other
 
@@ -42,9 +42,9 @@ class StatesPanel(Panel):
         kinds = {f"{state['shape']} {state['dtype']}" for state in states.values()}
         same = kinds.pop() if len(kinds) == 1 else None
         self.border_title = f"States{' ' + same if same else ''} · {seen['layers_words']}"
-        figures = aligned([state_cells(name, state, with_kind=same is None) for name, state in states.items()])
+        cells = aligned([state_cells(name, state, with_kind=same is None) for name, state in states.items()])
         lines: list[Content] = []
-        for (name, state), text in zip(states.items(), figures, strict=True):
+        for (name, state), text in zip(states.items(), cells, strict=True):
             lines += state_rows(name, state, text, width)
         if any(state["odd"] for state in states.values()):
             lines.append(line((f"! wrong, ? {seen['rule']}", "$foreground-muted")))
@@ -54,14 +54,14 @@ class StatesPanel(Panel):
 def state_cells(name: str, state: dict[str, Any], *, with_kind: bool) -> list[str]:
     """A state in figures; shape and dtype only `with_kind`."""
     known = [value for value in state["norms"] if value is not None]
-    least, most = (words.norm(min(known)), words.norm(max(known))) if known else ("?", "?")
+    least, most = (figures.norm(min(known)), figures.norm(max(known))) if known else ("?", "?")
     return [
         name,
         *([f"{state['shape']} {state['dtype']}"] if with_kind else []),
-        f"mean {words.norm(state['mean'])}",
-        f"std {words.norm(state['std'])}",
+        f"mean {figures.norm(state['mean'])}",
+        f"std {figures.norm(state['std'])}",
         f"norm {least} to {most}",
-        f"median {words.norm(state['median_norm'])}",
+        f"median {figures.norm(state['median_norm'])}",
     ]
 
 
@@ -84,7 +84,7 @@ def state_rows(name: str, state: dict[str, Any], figures: str, width: int) -> li
     else:
         lines = [line(figures, "  ", (plot, "$text-accent"))]
     if state["odd"]:
-        text, marks = f"  {words.odd_rows(state)}", line((odd_marks(state, cells), "bold $text-error"))
+        text, marks = f"  {of_dataset.odd_rows(state)}", line((odd_marks(state, cells), "bold $text-error"))
         beside = not narrow and len(text) < len(figures)
         if not beside:
             lines.append(line(indent, marks))
@@ -117,5 +117,5 @@ def odd_marks(state: dict[str, Any], cells: int) -> str:
     last = max(1, len(state["norms"]) - 1)
     for one in reversed(state["odd"]):
         if one["row"] <= last:
-            marks[min(cells - 1, int(one["row"] / last * cells))] = words.odd_sign(one["why"])
+            marks[min(cells - 1, int(one["row"] / last * cells))] = of_dataset.odd_sign(one["why"])
     return "".join(marks).rstrip()

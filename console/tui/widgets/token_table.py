@@ -8,8 +8,8 @@ from typing import Any
 from rich.style import Style
 from rich.text import Text
 
-from console import words
 from console.tui.widgets.table import Table, theme_style
+from console.words import figures, of_dataset
 
 BATCH = 100  # rows between looks at the keyboard
 
@@ -24,7 +24,11 @@ class TokenTable(Table):
     async def fill(self, seen: dict[str, Any]) -> None:
         """Show this sample."""
         states = seen["states"]
-        odd = {(name, one["row"]): words.odd_sign(one["why"]) for name, state in states.items() for one in state["odd"]}
+        odd = {
+            (name, one["row"]): of_dataset.odd_sign(one["why"])
+            for name, state in states.items()
+            for one in state["odd"]
+        }
         self.odd_rows = sorted({row for _, row in odd})
         self.clear(columns=True)
         for name, width in (("row", 6), ("id", 8), ("loss", 4), ("text", 20), *((name, 10) for name in states)):
@@ -40,7 +44,7 @@ class TokenTable(Table):
             norms = []
             for name, state in states.items():
                 sign = odd.get((name, row), "")
-                figure = f"{sign} {words.norm(state['norms'][row])}".strip()
+                figure = f"{sign} {figures.norm(state['norms'][row])}".strip()
                 norms.append(Text(figure, wrong.get(sign, ""), justify="right"))
             self.add_row(
                 Text(f"{row:,}", justify="right"),

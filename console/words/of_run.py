@@ -1,0 +1,191 @@
+"""Runs in words: how far one is, what happened in it, what a tuning run came to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from console.words import figures, of_server
+
+EVENTS = {
+    "started": "started as process {child}, supervised by process {supervisor}",
+    "stop_asked": "asked to stop: {why}",
+    "prepared": "prepared: {samples:,} samples, {written:,} of them written already",
+    "gate": "gate: {what}; {remedy}",
+    "alarm": "odd rows: {text}",
+    "retry": "sample {sample} is drawn again: {reason}",
+    "failed": "sample {sample} ({file}:{line}) failed: {reason}",
+    "log_only": "further retries and failures are only in the log",
+    "server_lost": "server lost: {reason}",
+    "error": "ended early: {reason}",
+    "tried": "{variant}: {outcome}",
+    "relaunch": "the server {server} died ({cause}) and is launched again, {attempt} of {most}",
+    "relaunched": "the server {server} is ready instead of {instead_of}, after {seconds} s",
+    "relaunch_failed": "launched again, {attempt} of {most}, it did not come up: {reason}",
+    "trouble": "{severity}: {cause} ({evidence}); {remedy}",
+    "trouble_over": "over after {seconds} s: {id}",
+}
+# Events that are told while one follows a run.
+NARRATED = ("tried", "relaunch", "relaunched", "relaunch_failed", "trouble", "trouble_over")
+CHANGES_SHOWN = 48  # characters
+
+
+def extraction(run: dict[str, Any]) -> Iterator[str]:
+    """An extraction's state in lines."""
+    yield f"extraction {run['id']}: {run['state']} -> {run['details']['output']}"
+    if run["progress"]:
+        yield f"  {progress(run['progress'])}"
+        for failure in run["progress"]["failures"][:3]:
+            yield f"  failed: sample {failure['sample']}: {failure['reason']}"
+    result = run["result"] or {}
+    if "error" in result:
+        yield f"  {result['error']}"
+
+
+def run(shown: dict[str, Any]) -> Iterator[str]:
+    """A run in one line, and its events in a line each."""
+    yield run_line(shown)
+    yield from (f"  {line}" for line in events(shown["events"]))
+
+
+def events(found: list[dict[str, Any]]) -> Iterator[str]:
+    """Events of a run's history, a line each with its time."""
+    for one in found:
+        yield f"{figures.when(one['at'])}  {event(one)}"
+
+
+def run_line(shown: dict[str, Any]) -> str:
+    """A run's id, its state and how it ended."""
+    ended = shown["exit"]
+    how = "" if not ended else f" {ended['code']}" if ended["signal"] is None else f" signal {ended['signal']}"
+    return f"{shown['id']:<32} {shown['state']}{how}"
+
+
+def event(one: dict[str, Any]) -> str:
+    """An event of a run's history in one line; one that another version wrote is shown as it is."""
+    facts = {name: fact for name, fact in one.items() if name not in ("at", "event")}
+    try:
+        if one["event"] == "ended":
+            text = f"ended with code {one['code']}" if one["signal"] is None else f"ended by signal {one['signal']}"
+        elif one["event"] == "stopped":
+            left = "; ".join(one["left"]) or "nothing"
+            text = f"stopped in {one['seconds']} s ({one['how']}), left behind: {left}"
+        elif one["event"] == "probed":
+            text = f"{of_server.probe_head(one)}{', as it was asked before' if one['earlier'] else ''}"
+        else:
+            text = EVENTS[one["event"]].format(**facts)
+    except (KeyError, TypeError, ValueError):
+        text = ": ".join([one["event"], ", ".join(f"{name.replace('_', ' ')} {facts[name]}" for name in facts)])
+    return " ".join(text.split())
+
+
+def progress(now: dict[str, Any]) -> str:
+    """An extraction's progress in one line."""
+    if now["phase"] in ("preparing", "tokenising", "probing"):
+        return f"{now['phase']} … {now['rows']:,} rows" if now.get("rows") else f"{now['phase']} …"
+    if now["phase"] == "relaunching":
+        return "the server died and is launched again …"
+    rate = now["tokens_per_second"]
+    parts = [
+        f"{now['written']:,} / {now['samples']:,} samples",
+        f"{rate:,.0f} tok/s" if rate else "",
+        figures.size(now["bytes_written"]),
+        f"{now['failed']} failed" if now["failed"] else "",
+        f"{figures.duration(now['eta_seconds'])} left" if now["eta_seconds"] else "",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def verifying(now: dict[str, Any]) -> str:
+    """A verification's progress in one line."""
+    parts = [
+        figures.bar(now["done"], now["total"]),
+        f"{now['done']:,} / {now['total']:,} samples",
+        figures.size(now["bytes"]),
+        f"{figures.size(now['bytes_per_second'])}/s" if now["bytes_per_second"] else "",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def comparing(now: dict[str, Any]) -> str:
+    """How far a comparison is, in one line."""
+    return f"{figures.bar(now['done'], now['total'])} · {now['done']:,} / {now['total']:,} samples"
+
+
+def exporting(now: dict[str, Any]) -> str:
+    """An export's progress in one line."""
+    if now["phase"] == "finishing":
+        return "writing what belongs beside the samples …"
+    done = now["here"] + now["written"]
+    parts = [
+        figures.bar(done, now["samples"]),
+        f"{done:,} / {now['samples']:,} samples",
+        figures.size(now["bytes_written"]),
+        f"{figures.size(now['bytes_per_second'])}/s" if now["bytes_per_second"] else "",
+        f"{now['failed']} failed" if now["failed"] else "",
+        f"{figures.duration(now['eta_seconds'])} left" if now["eta_seconds"] else "",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def pulling(now: dict[str, Any]) -> str:
+    """A pull's progress in one line."""
+    link = f" · link {now['link']}" if now["link"] else ""
+    if now["phase"] in ("listing", "tokens"):
+        return f"{now['phase']} …{link}"
+    rate = now["bytes_per_second"]
+    left = figures.duration((now["bytes"] - now["bytes_done"]) / rate) if rate else None
+    parts = [
+        "checking what is here" if now["phase"] == "checking" else "",
+        f"{now['files_done']:,} / {now['files']:,} files",
+        f"{figures.size(now['bytes_done'])} / {figures.size(now['bytes'])}",
+        f"{figures.size(rate)}/s" if rate else "",
+        f"{left} left" if left else "",
+    ]
+    return " · ".join(part for part in parts if part) + link
+
+
+def tuning(now: dict[str, Any]) -> str:
+    """What a tuning run does now, in one line."""
+    return f"{now['number']}. {now['trial']}: {figures.dashed(now['phase'])} …"
+
+
+def tuned(made: dict[str, Any]) -> Iterator[str]:
+    """What a tuning run came to: its trials as a table, the best first, and the profile that they make."""
+    load, trials = made["load"], made["trials"]
+    if load:
+        yield f"one round: {load['prompts']:,} prompts, {load['tokens']:,} tokens, the longest {load['longest']:,}"
+    profile = next((one["tokens_per_second"] for one in trials if one["base"] is None), None)
+    bounded = any(one["ceiling"] for one in trials)
+    width = max([7, *(len(one["name"]) for one in trials)])
+    changes = max([7, *(len(_changed(one)) for one in trials)])
+    bound = f"{'of the bus':>12}" if bounded else ""
+    yield f"  {'variant':<{width}}  {'changes':<{changes}}{'tok/s':>10}{bound}{'gain':>8}{'start':>9}"
+    for one in trials:
+        speed, start = one["tokens_per_second"], figures.duration(one["start_seconds"]) if one["start_seconds"] else "-"
+        gain = f"{speed / profile - 1:+.0%}" if speed and profile and one["base"] else "-"
+        share = "-" if one["share_of_ceiling"] is None else f"{one['share_of_ceiling']:.0%}"
+        sign = "*" if one["name"] == made["best"] else " " if speed else "!"
+        shown = f"{speed:,.0f}" if speed else "-"
+        yield (
+            f"{sign} {one['name']:<{width}}  {_changed(one):<{changes}}{shown:>10}"
+            f"{f'{share:>12}' if bounded else ''}{gain:>8}{start:>9}"
+        )
+        if one["failure"]:
+            see = f" (`layertap logs {one['server']}`)" if one["server"] else ""
+            yield f"    {one['failure']}{see}"
+        if one["risk"]:
+            yield f"    not taken into the profile: {one['risk']}"
+    if made["stopped"]:
+        yield f"ended early: {made['stopped']}"
+    if made["profile_toml"]:
+        yield f"# written to {made['written']}" if made["written"] else "# for layertap.toml:"
+        yield from made["profile_toml"].splitlines()
+    elif made["best"]:
+        yield f"nothing is faster than {made['profile']} as it is"
+
+
+def _changed(trial: dict[str, Any]) -> str:
+    """What a variant changes, in as much room as a table has."""
+    text = " ".join(trial["changes"]) or "-"
+    return text if len(text) <= CHANGES_SHOWN else f"{text[: CHANGES_SHOWN - 2]} …"
