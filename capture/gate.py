@@ -16,6 +16,10 @@ from capture.dumps.dump import TapState
 TESTED = ((0, 5, 11), (0, 5, 23))
 
 
+class NotSafe(Exception):
+    """The gate or the probe refuses a server."""
+
+
 class Finding(msgspec.Struct, frozen=True):
     """Something that the gate found: `fatal` refuses, else it is only said. `remedy` says what to do."""
 

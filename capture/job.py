@@ -27,6 +27,7 @@ from capture.dataset.inspect_sample import inspect_sample, stats
 from capture.dataset.verify import verify_dataset
 from capture.dumps import dump, verify
 from capture.dumps.verify_folder import is_dumps, verify_dumps
+from capture.extraction import ExtractJob, Progress
 from capture.locks import Busy, lock
 from capture.rows import parallel, plan
 from capture.rows.chat import InputError, first_line
@@ -37,7 +38,7 @@ from capture.stop import Stop
 
 EXIT_CODES: list[tuple[type[BaseException] | tuple[type[BaseException], ...], int]] = [
     (Busy, 7),
-    (driver.NotSafe, 6),
+    (gate.NotSafe, 6),
     (ServerGone, 9),
     ((InputError, formats.UnknownFormat, manifest.ManifestError, ledger.LedgerError, dump.DumpError), 2),
     (draw.DrawError, 1),
@@ -130,7 +131,7 @@ def run_try(job: TryJob) -> tuple[int, Any]:
         tap, info = dump.read_tap(Path(server.dump_dir)), server.info()
         findings = gate.check(info, tap, gate.Expected(code_hash(), server.model))
         if tap is None or not tap.inside or tap.code != code_hash():
-            raise driver.NotSafe(gate.refusal(findings) or "the tap is not in")
+            raise gate.NotSafe(gate.refusal(findings) or "the tap is not in")
         tokenizer = load_tokenizer(server.model, server.trust_remote_code)
         ids = prompt_ids(tokenizer, job)
         return 0, asyncio.run(_try(server, tap, ids, tokenizer, findings))
@@ -188,7 +189,7 @@ def run_probe(job: ProbeJob) -> tuple[int, Any]:
     try:
         tap, info = dump.read_tap(Path(server.dump_dir)), server.info()
         if refusal := gate.refusal(gate.check(info, tap, gate.Expected(code_hash(), server.model))):
-            raise driver.NotSafe(refusal)
+            raise gate.NotSafe(refusal)
         assert tap is not None
         tokenizer = load_tokenizer(server.model, server.trust_remote_code)
         made = probe.probe(
@@ -297,11 +298,11 @@ def run_doctor(job: measure.MeasureJob) -> tuple[int, Any]:
     return 0, measure.measure(job, say, report)
 
 
-def run_extract(job: driver.ExtractJob) -> tuple[int, Any]:
+def run_extract(job: ExtractJob) -> tuple[int, Any]:
     """Run an extraction; its result is its last progress."""
     seen: list[Any] = []
 
-    def keep(progress: driver.Progress) -> None:
+    def keep(progress: Progress) -> None:
         seen[:] = [progress]
         report(progress)
 
@@ -313,7 +314,7 @@ JOBS: Jobs = {
     "try": (TryJob, run_try),
     "probe": (ProbeJob, run_probe),
     "plan": (PlanJob, run_plan),
-    "extract": (driver.ExtractJob, run_extract),
+    "extract": (ExtractJob, run_extract),
     "verify": (VerifyJob, run_verify),
     "export": (ExportJob, run_export),
     "diff": (DiffJob, run_diff),

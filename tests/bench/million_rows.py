@@ -29,9 +29,11 @@ import msgspec
 import psutil
 
 from backends.embedded import models
-from capture import driver, job
+from capture import job
 from capture.dataset import ledger, manifest
 from capture.dataset.ledger import Change, Ledger, WrittenFile
+from capture.extraction import ExtractJob
+from capture.prepare import Preparation
 from capture.rows import parallel
 from capture.rows.tokenise import RowOptions, load_tokenizer
 from capture.server import Process, Server
@@ -117,10 +119,10 @@ def _prepare(path: Path, model: str, output: Path, known: str) -> dict[str, Any]
     server = Server(
         run="none", url="", dump_dir="", secret="", process=Process(0, 0), model=model, profile="embedded-llama"
     )
-    asked = driver.ExtractJob(
+    asked = ExtractJob(
         server=server, lock="", rows=str(path), output=str(output), formats=FORMATS, options=RowOptions(), layertap=""
     )
-    begun = driver.Extraction(asked, output, lambda _: None, lambda _: None, lambda *_a, **_k: None)
+    begun = Preparation(asked, output, lambda _: None, lambda _: None, lambda *_a, **_k: None)
     begun.manifest = _manifest(asked, known)
     tokenizer = load_tokenizer(model)
     loaded = time.monotonic()
@@ -128,7 +130,7 @@ def _prepare(path: Path, model: str, output: Path, known: str) -> dict[str, Any]
     begun._tokenise(tokenizer, None)
     begun.ledger.longest()
     begun.ledger.reopen()
-    begun._count()
+    begun.progress.count(begun.ledger)
     first = next(begun.ledger.samples("pending"))
     ids, _ = begun.ledger.tokens(first)
     (output / "hash").write_text(begun.manifest.input_hash)
@@ -142,7 +144,7 @@ def _prepare(path: Path, model: str, output: Path, known: str) -> dict[str, Any]
     }
 
 
-def _manifest(asked: driver.ExtractJob, known: str) -> manifest.Manifest:
+def _manifest(asked: ExtractJob, known: str) -> manifest.Manifest:
     return manifest.Manifest(
         settings=None, norms={}, input=asked.rows, input_hash=known, sglang="", layertap="", profile="",
         server={}, created=0.0, updated=0.0,

@@ -89,8 +89,8 @@ def test_many_write_at_once(tmp_path: Path) -> None:
 def test_an_extraction_tells_of_so_many_samples_and_then_of_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "SAMPLE_EVENTS", 3)
     told: list[tuple[str, dict[str, Any]]] = []
-    job: Any = None
-    extraction = driver.Extraction(job, Path(), print, print, lambda event, **facts: told.append((event, facts)))
+    extraction: Any = object.__new__(driver.Extraction)
+    extraction.sample_events, extraction.tell = 0, lambda event, **facts: told.append((event, facts))
     for sample in range(6):
         extraction._tell_of_sample("retry", sample=sample)
     assert told == [*(("retry", {"sample": sample}) for sample in range(3)), ("log_only", {"most": 3})]
