@@ -24,10 +24,7 @@ from typing import Any
 
 import msgspec
 
-from backends import bundle, datasets, earlier_demo, folders, patience, payloads, ports, runs, stacks
-from backends.alarms import AlarmWatch
-from backends.alarms import Limits as AlarmLimits
-from backends.diagnose import Limits
+from backends import bundle, datasets, earlier_demo, folders, payloads, ports, runs
 from backends.doctor.examine import Doctor, Report
 from backends.doctor.report import Asked, Place
 from backends.errors import ExitCode, LayertapError, RunDied, UsageError
@@ -36,15 +33,19 @@ from backends.frames import FrameError, pack, read_frame
 from backends.jobs import JOBS, describe, draws_from, refuse_second, start_job
 from backends.launch import Launching, launch
 from backends.logs import PartHead, read_part
-from backends.observation import Standing
 from backends.outbox import Outbox
 from backends.sample import Sampler
 from backends.sglang import masked
-from backends.sights import read_alarms, sight
 from backends.situation import Situation, read_situation
 from backends.survival import danger
 from backends.tune.servers import stop_tuning
-from backends.watch import ServerWatch, earlier_start
+from backends.verdict import patience, stacks
+from backends.verdict.alarms import AlarmWatch
+from backends.verdict.alarms import Limits as AlarmLimits
+from backends.verdict.diagnose import Limits
+from backends.verdict.observation import Standing
+from backends.verdict.sights import read_alarms, sight
+from backends.verdict.watch import ServerWatch, earlier_start
 from capture import code_hash, events, gate, probe
 from capture.dataset.ledger import State
 from capture.dumps.dump import DumpError, read_tap
@@ -164,7 +165,7 @@ class Agent:
         return self.run(run.id) | seen | {"earlier": watch.earlier, "stacks": str(newest) if newest else None}
 
     def stacks(self, run_id: str) -> stacks.HangReport:
-        """Where the processes of a live server stand; see `backends.stacks.make_report`."""
+        """Where the processes of a live server stand; see `backends.verdict.stacks.make_report`."""
         return stacks.make_report(self.runs.get(run_id))
 
     def stop(self, run_id: str, why: str = "asked for") -> runs.Stopped:

@@ -17,7 +17,7 @@ from backends.errors import LayertapError, UsageError
 from backends.jobs import read_job
 from backends.masking import Masked, Masker, environment, secrets_of_argv, secrets_of_env
 from backends.runs import Run
-from backends.stacks import newest_report
+from backends.verdict.stacks import newest_report
 from capture.tap.settings import SETTINGS_VARIABLE
 
 LOG_BYTES = 1 << 20  # of a log's end

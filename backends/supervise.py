@@ -20,17 +20,17 @@ from typing import Any
 
 import msgspec
 
-from backends import patience
-from backends.alarms import AlarmWatch
-from backends.alarms import Limits as AlarmLimits
-from backends.diagnose import Limits
 from backends.errors import ExitCode, LayertapError, LeftBehind, RunDied
 from backends.jobs import read_job, sources
 from backends.launch import relaunch
 from backends.runs import Run, Runs, start_child, stop, supervise, write_json
 from backends.sample import Sampler
-from backends.sights import sight, write_alarms
-from backends.watch import ServerWatch, earlier_start, settled
+from backends.verdict import patience
+from backends.verdict.alarms import AlarmWatch
+from backends.verdict.alarms import Limits as AlarmLimits
+from backends.verdict.diagnose import Limits
+from backends.verdict.sights import sight, write_alarms
+from backends.verdict.watch import ServerWatch, earlier_start, settled
 from capture import events
 
 LOOK_SECONDS = 2.0

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from backends.startup import MARKERS, Startup
+from backends.verdict.startup import MARKERS, Startup
 from console.log_lines import PREFIX, Clock, Level, Levels, clean, redrawn
 
 LONGEST = 64 << 10
@@ -30,8 +30,8 @@ _NEEDLES = tuple({marker.needle for marker in MARKERS})
 class Line(msgspec.Struct, frozen=True, gc=False):
     """One line. `time` is in epoch seconds, None where the line has no stamp.
 
-    `phase` is the start-up phase that begins here (one of `backends.startup.PHASES`), else "". `cut` is how many
-    bytes were left out at its end. `ours`: it stands in no log, but says what became of one.
+    `phase` is the start-up phase that begins here (one of `startup.PHASES`), else "". `cut` is how many bytes were left
+    out at its end. `ours`: it stands in no log, but says what became of one.
     """
 
     number: int

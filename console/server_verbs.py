@@ -293,7 +293,7 @@ def diagnose(file: Path, *, json: bool = False) -> int:
     """
     import msgspec
 
-    from backends.log_report import report
+    from backends.verdict.log_report import report
     from console import headless
     from console.words import of_server
 

@@ -15,7 +15,7 @@ from backends.launch import EMBEDDED, as_launching
 from backends.logs import LogCursor, PartHead, Step
 from backends.sglang import mask_text
 from backends.situation import Situation
-from backends.watch import settled
+from backends.verdict.watch import settled
 from capture.layers import LayerChoice
 from console.config import ExtractConfig
 

@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from backends import patience
-from backends.diagnose import Limits
 from backends.doctor.measured import ceiling
 from backends.errors import ExitCode, LayertapError, LeftBehind
 from backends.jobs import describe, draw_lock
@@ -34,7 +32,9 @@ from backends.situation import Situation, read_situation
 from backends.tune import load
 from backends.tune.servers import stop_servers
 from backends.tune.variants import STAGES, Variant, argument, choose, device, ranks
-from backends.watch import ServerWatch, earlier_start, settled
+from backends.verdict import patience
+from backends.verdict.diagnose import Limits
+from backends.verdict.watch import ServerWatch, earlier_start, settled
 from capture import code_hash, draw, gate, job
 from capture.dumps import dump
 from capture.layers import LayerChoice

@@ -17,8 +17,8 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from backends.catalogue import catalogue  # noqa: E402
-from backends.log_report import report  # noqa: E402
+from backends.verdict.catalogue import catalogue  # noqa: E402
+from backends.verdict.log_report import report  # noqa: E402
 
 STAMP = "[2026-11-29 21:10:00 TP0] "
 BEGIN = f"{STAMP}server_args=ServerArgs(model_path='/m')\n{STAMP}The server is fired up and ready to roll!\n"

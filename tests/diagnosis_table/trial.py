@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import psutil
 
-from backends.diagnose import Limits
 from backends.sglang import Overrides
+from backends.verdict.diagnose import Limits
 from capture.layers import LayerChoice
 from console.session import Session
 

@@ -23,7 +23,7 @@ from backends import bootstrap, payload, runs, sglang  # noqa: E402
 from backends.jobs import describe  # noqa: E402
 from backends.launch import Launching, launch  # noqa: E402
 from backends.ports import free_port  # noqa: E402
-from backends.watch import ServerWatch  # noqa: E402
+from backends.verdict.watch import ServerWatch  # noqa: E402
 from capture import job  # noqa: E402
 from capture.draw import Drawer  # noqa: E402
 from capture.dumps import dump  # noqa: E402

@@ -21,10 +21,10 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from tuning import tune
 
 from backends import jobs, runs
-from backends.diagnose import Limits
 from backends.embedded import models
 from backends.gpus import Gpus
-from backends.watch import ServerWatch
+from backends.verdict.diagnose import Limits
+from backends.verdict.watch import ServerWatch
 from capture import probe
 from capture.layers import LayerChoice
 from capture.rows.tokenise import load_tokenizer

@@ -31,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from backends import bootstrap, payload, runs, sglang
 from backends.gpus import Gpus
 from backends.launch import Launching, launch
-from backends.observation import Observation
 from backends.ports import free_port
 from backends.sample import Sampler
 from backends.sglang import mask_text
-from backends.watch import ServerWatch
+from backends.verdict.observation import Observation
+from backends.verdict.watch import ServerWatch
 from capture.layers import LayerChoice
 
 LOOK_SECONDS = 1.0

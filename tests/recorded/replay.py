@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from backends.diagnose import Limits, Verdict, diagnose
-from backends.observation import Follower, Observation
 from backends.processes import ProcessSample
+from backends.verdict.diagnose import Limits, Verdict, diagnose
+from backends.verdict.observation import Follower, Observation
 from tests.recorded.record import Entry, Head
 
 STAMP = re.compile(r"(?m)(?<=^\[)\d{4}-\d\d-\d\d \d\d:\d\d:\d\d")

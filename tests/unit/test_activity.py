@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from helpers import Clock
 
-from backends.activity import FEW, MOST_STARVED, SECONDS, ActivityWatch
 from backends.gpus import Gpu
 from backends.processes import ProcessSample
+from backends.verdict.activity import FEW, MOST_STARVED, SECONDS, ActivityWatch
 
 
 def process(pid: int, title: str = "sglang::scheduler", cpu: float | None = 0.0, **known) -> ProcessSample:

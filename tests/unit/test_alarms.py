@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from backends.alarms import RULES, AlarmWatch, Drawing, Limits, Sight, Space
-from backends.catalogue import catalogue
+from backends.verdict.alarms import RULES, AlarmWatch, Drawing, Limits, Sight, Space
+from backends.verdict.catalogue import catalogue
 
 GB = 1 << 30
 TOKENS, SAMPLES, TOKEN_BYTES = 10_000.0, 10.0, 50_000  # a second, and a token

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backends.catalogue import CatalogueError, catalogue, load
+from backends.verdict.catalogue import CatalogueError, catalogue, load
 
 ENTRIES = catalogue().signatures
 GOOD = """

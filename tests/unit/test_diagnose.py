@@ -2,8 +2,8 @@
 
 import pytest
 
-from backends.diagnose import diagnose
-from backends.evidence import Evidence, Rank
+from backends.verdict.diagnose import diagnose
+from backends.verdict.evidence import Evidence, Rank
 
 UP = {
     "process_alive": True,

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from backends.diagnose import Limits, Verdict, diagnose
 from backends.gpus import Gpu, Xid
-from backends.observation import Follower, HealthAnswer, Observation
 from backends.processes import ProcessSample
+from backends.verdict.diagnose import Limits, Verdict, diagnose
+from backends.verdict.observation import Follower, HealthAnswer, Observation
 from capture.dumps.dump import TapState
 
 BEGUN = 1_790_000_000.0

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from backends.kernel import KernelLog
+from backends.verdict.kernel import KernelLog
 
 OOM = "Out of memory: Killed process 7 (sglang::schedul) total-vm:1kB, anon-rss:1kB"
 XID = "NVRM: Xid (PCI:0000:01:00): 79, pid=1234, GPU has fallen off the bus."

@@ -7,7 +7,7 @@ from datetime import datetime
 
 import pytest
 
-from backends.startup import PHASES
+from backends.verdict.startup import PHASES
 from console.log_buffer import LONGEST, UNFINISHED_SECONDS, LogBuffer
 
 STAMP = "[2026-11-29 17:40:05] "

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from test_startup import CPU_0_5_23, GPU_0_5_11, LAUNCHER_ECHO, OOM, RECEIVED_SIGQUIT, scheduler_exception, upto
 
-from backends.catalogue import catalogue
-from backends.diagnose import Limits
 from backends.errors import UsageError
-from backends.log_report import judge, report
-from backends.reading import LogReader
+from backends.verdict.catalogue import catalogue
+from backends.verdict.diagnose import Limits
+from backends.verdict.log_report import judge, report
+from backends.verdict.reading import LogReader
 
 BEGUN = "[2026-06-01 09:00:00] server_args=ServerArgs(model_path='/m', api_key='sk-secret')\n"
 READY = "[2026-06-01 09:10:00] The server is fired up and ready to roll!\n"

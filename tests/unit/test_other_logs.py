@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
-from backends.diagnose import Limits
-from backends.log_report import Report, judge, read
+from backends.verdict.diagnose import Limits
+from backends.verdict.log_report import Report, judge, read
 
 LOGS = Path(__file__).parent / "logs"
 HOUR = 3600.0

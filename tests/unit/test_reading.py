@@ -7,8 +7,8 @@ import random
 import pytest
 from test_startup import CPU_0_5_23, GPU_0_5_11
 
-from backends.catalogue import catalogue
-from backends.reading import LogReader
+from backends.verdict.catalogue import catalogue
+from backends.verdict.reading import LogReader
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 

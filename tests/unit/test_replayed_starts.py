@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from backends.catalogue import catalogue
-from backends.observation import Observation
+from backends.verdict.catalogue import catalogue
+from backends.verdict.observation import Observation
 from tests.recorded import replay as recorded
 from tests.recorded.record import FINE, Entry, Head, Heard
 from tests.recorded.replay import STAMP, Pace, replay

@@ -11,12 +11,12 @@ import psutil
 import pytest
 from helpers import ROOT, SLEEP, suspend, until
 
-from backends import stacks
 from backends.agent import Agent
 from backends.errors import NotReady, UsageError
 from backends.ports import free_port
 from backends.runs import Run
-from backends.stacks import Frame, Stack, Thread, make_report, summarise
+from backends.verdict import stacks
+from backends.verdict.stacks import Frame, Stack, Thread, make_report, summarise
 
 PY_SPY = ROOT / ".venv-engine" / "bin" / "py-spy"
 

@@ -4,7 +4,7 @@ from datetime import datetime
 
 import pytest
 
-from backends.startup import PHASES, Startup
+from backends.verdict.startup import PHASES, Startup
 
 # SGLang 0.5.23 on a CPU, one rank, a tiny Kimi-K2.5: image warm-up, dict of arguments, no distributed memory figures.
 CPU_0_5_23 = """\

@@ -18,10 +18,10 @@ import pytest
 from helpers import until
 
 from backends import runs
-from backends.alarms import Limits
 from backends.jobs import describe, read_job
 from backends.runs import Run, Runs
 from backends.supervise import gave_up
+from backends.verdict.alarms import Limits
 from capture import events
 
 Server = Callable[..., Run]

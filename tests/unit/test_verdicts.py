@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from backends.activity import Activity
-from backends.catalogue import catalogue
-from backends.diagnose import SILENCE, Limits, diagnose
-from backends.evidence import Evidence, Rank
-from backends.reading import Batch, Hit
+from backends.verdict.activity import Activity
+from backends.verdict.catalogue import catalogue
+from backends.verdict.diagnose import SILENCE, Limits, diagnose
+from backends.verdict.evidence import Evidence, Rank
+from backends.verdict.reading import Batch, Hit
 
 LOOKED = 15.0
 STILL = Activity(seconds=LOOKED, read_bytes_per_second=0.0, memory_bytes_per_second=0.0)

@@ -19,14 +19,15 @@ import psutil
 import pytest
 from helpers import suspend, until
 
-from backends import health, processes, runs, watch
-from backends.diagnose import SILENCE, Limits
+from backends import processes, runs
 from backends.gpus import Gpu, GpuProcess, Xid
-from backends.health import Health
-from backends.observation import Standing
 from backends.ports import free_port
 from backends.runs import Run, stop
-from backends.watch import ServerWatch
+from backends.verdict import health, watch
+from backends.verdict.diagnose import SILENCE, Limits
+from backends.verdict.health import Health
+from backends.verdict.observation import Standing
+from backends.verdict.watch import ServerWatch
 from capture.dumps import dump
 
 Server = Callable[..., Run]

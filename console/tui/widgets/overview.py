@@ -7,7 +7,7 @@ from typing import Any
 
 from textual.content import Content
 
-from backends.startup import PHASES
+from backends.verdict.startup import PHASES
 from console.feed import Feed, Point
 from console.session import going_on
 from console.tui.widgets.panel import SIGN_STYLES, Panel, joined, line, wrapped

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from backends.alarms import Alarm, Drawing, Sight, Space
-from backends.observation import OF_A_KILL
 from backends.processes import read_stat
 from backends.runs import Run, write_json
-from backends.watch import ServerWatch
+from backends.verdict.alarms import Alarm, Drawing, Sight, Space
+from backends.verdict.observation import OF_A_KILL
+from backends.verdict.watch import ServerWatch
 
 ALARMS = "alarms.json"  # in an extraction's folder, as long as its supervisor watches it
 SAID = 3  # sentences of a verdict's evidence

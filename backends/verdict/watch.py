@@ -11,16 +11,16 @@ from typing import Any
 
 import msgspec
 
-from backends import health
-from backends.diagnose import Limits, diagnose
-from backends.evidence import Evidence
 from backends.gpus import Gpu
-from backends.health import Health
-from backends.kernel import KernelLog
-from backends.observation import EarlierStart, Follower, Observation, Standing
 from backends.processes import ProcessSample, RunProcesses, open_files
 from backends.runs import Run, Runs
-from backends.startup import Startup
+from backends.verdict import health
+from backends.verdict.diagnose import Limits, diagnose
+from backends.verdict.evidence import Evidence
+from backends.verdict.health import Health
+from backends.verdict.kernel import KernelLog
+from backends.verdict.observation import EarlierStart, Follower, Observation, Standing
+from backends.verdict.startup import Startup
 from capture.dumps.dump import DumpError, TapState, read_tap
 
 RECENT = 30.0  # seconds: an answer to /generate that is so old says that the server is well

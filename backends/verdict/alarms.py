@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from backends.catalogue import catalogue
+from backends.verdict.catalogue import catalogue
 
 SPACING = 2.0  # seconds between two sights that are kept
 KEPT = 400  # sights: over 13 minutes

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from backends.catalogue import Catalogue, Signature, catalogue
-from backends.startup import ANSI, PREFIX, Startup, moment
+from backends.verdict.catalogue import Catalogue, Signature, catalogue
+from backends.verdict.startup import ANSI, PREFIX, Startup, moment
 
 BATCH = re.compile(r"(?:Prefill|Decode) batch.*?#running-req: (?P<running>\d+).*?#queue-req: (?P<queue>\d+)")
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import msgspec
 
-from backends.catalogue import Need, Signature, catalogue
-from backends.diagnose import READ_THE_LOG, Limits, State, crash
 from backends.errors import UsageError
-from backends.reading import Hit, LogReader
 from backends.sglang import mask_text
-from backends.startup import Phase
+from backends.verdict.catalogue import Need, Signature, catalogue
+from backends.verdict.diagnose import READ_THE_LOG, Limits, State, crash
+from backends.verdict.reading import Hit, LogReader
+from backends.verdict.startup import Phase
 
 BLOCK = 4 << 20
 AT_THE_END = 200  # lines: an error that so many lines followed was survived

@@ -6,7 +6,7 @@ import http.client
 import threading
 import time
 
-from backends.observation import HealthAnswer
+from backends.verdict.observation import HealthAnswer
 
 PATIENCE = 25.0  # seconds; SGLang itself gives up after 20
 FIRST_ANSWER = 5.0  # a healthy server takes about one second

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from backends.catalogue import Signature, catalogue
 from backends.errors import NotReady, UsageError
-from backends.observation import TITLED
 from backends.processes import RunProcesses
 from backends.runs import Run
+from backends.verdict.catalogue import Signature, catalogue
+from backends.verdict.observation import TITLED
 
 SECONDS = 10.0  # for each process; a healthy one takes a tenth of a second
 AT_ONCE = 16

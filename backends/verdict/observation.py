@@ -9,15 +9,15 @@ from typing import Literal
 
 import msgspec
 
-from backends.activity import MOST_STARVED, Activity, ActivityWatch
-from backends.catalogue import catalogue
-from backends.diagnose import HEAT, Limits
-from backends.evidence import Evidence, Rank
 from backends.gpus import Gpu
 from backends.processes import ProcessSample
-from backends.reading import LogReader
 from backends.sglang import mask_text
-from backends.startup import Phase, Startup
+from backends.verdict.activity import MOST_STARVED, Activity, ActivityWatch
+from backends.verdict.catalogue import catalogue
+from backends.verdict.diagnose import HEAT, Limits
+from backends.verdict.evidence import Evidence, Rank
+from backends.verdict.reading import LogReader
+from backends.verdict.startup import Phase, Startup
 from capture.dumps.dump import TapState
 
 OF_A_KILL = frozenset({43, 45})  # XIDs that come when a process is ended

@@ -12,9 +12,9 @@ from typing import Literal
 
 import msgspec
 
-from backends.catalogue import Need, Signature, catalogue
-from backends.evidence import Evidence, port_words, sentences, signal_name, signal_number
-from backends.reading import Hit
+from backends.verdict.catalogue import Need, Signature, catalogue
+from backends.verdict.evidence import Evidence, port_words, sentences, signal_name, signal_number
+from backends.verdict.reading import Hit
 
 # Seconds for which a log is silent in a healthy start, by phase; "launch" is before the first.
 SILENCE = {

@@ -6,8 +6,8 @@ import signal
 
 import msgspec
 
-from backends.activity import Activity
-from backends.reading import Batch, Hit
+from backends.verdict.activity import Activity
+from backends.verdict.reading import Batch, Hit
 
 
 class Rank(msgspec.Struct):
@@ -24,9 +24,9 @@ class Evidence(msgspec.Struct, kw_only=True):
 
     `health` is the HTTP status of /health, `health_s` how long it took and `health_failing_s` since when it fails.
     `exit_code` is negative or above 128 where a signal ended the process. `crashed` (from line `crashed_line`),
-    `stopping`, `weights_loaded` and `ready_seen` come from the log (backends.startup), `hits` are signatures found in
-    it, those in `last_lines` at its end; `tap_in` and `tap_error` from the tap's own file. `listener_is_ours`: whether
-    the process that listens on `port` belongs to this run. `missing` names ranks that were there and are gone.
+    `stopping`, `weights_loaded` and `ready_seen` come from the log (`startup.py`), `hits` are signatures found in it,
+    those in `last_lines` at its end; `tap_in` and `tap_error` from the tap's own file. `listener_is_ours`: whether the
+    process that listens on `port` belongs to this run. `missing` names ranks that were there and are gone.
     `starved` is how many times as long as on an idle host the time took for which the log is silent, and `stacks` where
     the ranks stood since, which `ranks_apart` says was not the same place. `earlier_s` is how long this phase took at
     the last start, `detail` its progress, which moved `detail_s` ago. `kernel` holds lines of the kernel's log since

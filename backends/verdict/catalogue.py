@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from backends.errors import OurBug
-from backends.startup import PHASES
+from backends.verdict.startup import PHASES
 
 FILE = "signatures.toml"
 PLACES = ("launch", *PHASES)  # "launch": before the first phase

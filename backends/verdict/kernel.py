@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Collection
 
-from backends.catalogue import catalogue
+from backends.verdict.catalogue import catalogue
 
 KMSG = "/dev/kmsg"
 RECORD = 8192  # bytes; the kernel gives one a read
