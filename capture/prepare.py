@@ -63,7 +63,7 @@ class Preparation:
                 raise manifest.ManifestError(f"--format {name}: {reason}")
         tokenizer = load_tokenizer(self.job.server.model, self.job.server.trust_remote_code)
         self.manifest = self._make_manifest(infos, tokenizer)
-        self.ledger = Ledger(self.output)
+        self.ledger = Ledger(self.output, begun=bool(self.manifest.input_hash))
         self._tokenise(tokenizer, min(filter(None, map(gate.longest_prompt, infos)), default=None))
         self.progress.longest = self.ledger.longest()
         for server in self.servers:

@@ -101,13 +101,22 @@ class WrittenFile(msgspec.Struct, frozen=True):
 
 
 class Ledger:
-    """One dataset's ledger. `read_only` for everybody but the driver."""
+    """One dataset's ledger. `read_only` for everybody but the driver.
 
-    def __init__(self, output: Path, *, read_only: bool = False) -> None:
+    Raises LedgerError for one that cannot be used, and where a dataset that has been `begun` has none any more: its
+    files would belong to nothing.
+    """
+
+    def __init__(self, output: Path, *, read_only: bool = False, begun: bool = False) -> None:
         self.path = output / "ledger.sqlite"
         self.folder = output / "tokens"
         if read_only and not self.path.exists():
             raise LedgerError(f"{output} is no dataset: it has no ledger.sqlite")
+        if not read_only and not _size(self.path) and (begun or any(map(_size, self._token_files()))):
+            raise LedgerError(
+                f"{output} has lost its ledger, which says what its files belong to; restore ledger.sqlite from a copy, "
+                "or give a new folder"
+            )
         if not read_only:
             self.folder.mkdir(exist_ok=True)
         try:
@@ -132,13 +141,16 @@ class Ledger:
     def _match_tokens(self, *, cut: bool = True) -> None:
         """Check that the token files hold what is committed, and `cut` what a run that was killed left beyond it."""
         end = self._end()
-        for name, size in (("ids.bin", 4), ("mask.bin", 1)):
-            path = self.folder / name
-            if (path.stat().st_size if path.exists() else 0) < end * size:
+        for path, size in self._token_files().items():
+            if _size(path) < end * size:
                 raise LedgerError(f"{path} is shorter than the ledger says; restore it, or start in a new folder")
             if cut:
                 path.touch()
                 os.truncate(path, end * size)
+
+    def _token_files(self) -> dict[Path, int]:
+        """The files of the tokens, and how many bytes each has for one."""
+        return {self.folder / "ids.bin": 4, self.folder / "mask.bin": 1}
 
     def _end(self) -> int:
         return int(self.db.execute("SELECT coalesce(max(start + tokens), 0) FROM samples").fetchone()[0])
@@ -367,6 +379,10 @@ class _Occurrences:
             return 0
         self._again[digest] += 1
         return self._again[digest]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _remedy(error: sqlite3.DatabaseError) -> str:

@@ -69,6 +69,30 @@ def test_rows_become_samples_in_their_order(ledger: Ledger) -> None:
         ledger.sample(3)
 
 
+@pytest.mark.parametrize("how", [Path.unlink, lambda path: path.write_bytes(b"")], ids=["lost", "emptied"])
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_dataset_without_its_ledger_is_left_as_it_is(tmp_path: Path, begun: bool, how: Any) -> None:
+    with Ledger(tmp_path) as ledger:
+        ledger.add([A, B, C])
+    how(ledger.path)
+    before = everything(tmp_path)
+    for _ in range(2):
+        with pytest.raises(
+            LedgerError, match="has lost its ledger, .* restore ledger.sqlite from a copy, or give a new"
+        ):
+            Ledger(tmp_path, begun=begun)
+        assert everything(tmp_path) == before
+
+
+def test_a_dataset_that_has_begun_without_a_sample_has_a_ledger_too(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="has lost its ledger"):
+        Ledger(tmp_path, begun=True)
+    with Ledger(tmp_path) as ledger:
+        ledger.add([])
+    with Ledger(tmp_path, begun=True) as ledger:
+        assert list(ledger.samples()) == []
+
+
 def test_the_same_input_adds_nothing(ledger: Ledger, tmp_path: Path) -> None:
     ledger.add([A, B, C])
     before = everything(tmp_path)
