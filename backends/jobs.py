@@ -55,7 +55,7 @@ def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: i
             job |= {"beside": more} if more else {}
             details |= {"beside": [one.id for one in beside]} if beside else {}
     elif kind == "plan":
-        job["model"] = _plan_model(runs, job.get("model"), port)
+        job |= _planned_by(runs, job.get("model"), port)
     elif kind == "doctor":
         refuse_beside(runs)
         job["state"] = str(runs.state)
@@ -189,10 +189,12 @@ def draw_lock(runs: Runs, server: Run) -> Path:
     return runs.lock_path(server.spec.port, ".draw")
 
 
-def _plan_model(runs: Runs, model: str | None, port: int | None) -> str:
+def _planned_by(runs: Runs, model: str | None, port: int | None) -> dict[str, Any]:
+    """The model that a plan is made for; where none is named, that of the server, whose limit then holds."""
     if model:
-        return model_folder(model)
+        return {"model": model_folder(model)}
     try:
-        return str(runs.server(port).spec.details["model"])
+        server = describe(runs.server(port))
     except RunDied:
         raise UsageError("no server runs here to take the model from; name the model's folder with --model") from None
+    return {"model": server.model, "server": msgspec.to_builtins(server)}

@@ -68,7 +68,7 @@ class ProbeJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What an extraction would do. Sizes need `hidden`, `layers` and `dtype`, from a server or the model's config.
+    """What an extraction would do, by the `server` that the model was taken from: it takes so many tokens at most.
 
     With `show` only these rows are looked at; see `plan.show_rows`.
     """
@@ -81,6 +81,7 @@ class PlanJob(msgspec.Struct, frozen=True, kw_only=True):
     output: str | None
     layers: int
     show: list[str] = []
+    server: Server | None = None
 
 
 class VerifyJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,20 +209,32 @@ def run_plan(job: PlanJob) -> tuple[int, Any]:
     hidden, itemsize = model_size(job.model)
     tokenizer = load_tokenizer(job.model, job.trust_remote_code)
     vocabulary = vocabulary_size(job.model, tokenizer)
+    options = job.options
+    if options.max_length is None and job.server is not None:
+        options = msgspec.structs.replace(options, max_length=_most(job.server))
     if job.show:
-        encoder = Encoder(tokenizer, job.options, vocabulary)
+        encoder = Encoder(tokenizer, options, vocabulary)
         shown = plan.show_rows(job.rows, encoder, job.show, tokenizer)
         return (1 if any(row.reason for row in shown) else 0), {"schema": 1, "shown": shown}
     sizes = {name: float(found.bytes_per_token(hidden, job.layers, itemsize)) for name, found in chosen.items()}
     made = plan.make_plan(
-        tokenise(job.rows, tokenizer, job.options, vocab_size=vocabulary, workers=parallel.default_workers()),
+        tokenise(job.rows, tokenizer, options, vocab_size=vocabulary, workers=parallel.default_workers()),
         sizes,
         Path(job.output) if job.output else None,
         tokenizer,
+        options.max_length,
         lambda done: report({"schema": 1, "rows": done}),
     )
     refused = not job.options.allow_ignored_roles and any(alarm.fatal for alarm in made.alarms)
     return (1 if made.bad or refused else 0), made
+
+
+def _most(server: Server) -> int | None:
+    """Tokens that it takes in one prompt; None where it does not say, or is still starting."""
+    try:
+        return gate.longest_prompt(server.info())
+    except ServerGone:
+        return None
 
 
 def model_size(model: str) -> tuple[int, int]:

@@ -215,6 +215,8 @@ class Preparation:
         self.say(f"{self.job.rows}: {added} samples added, {len(self.ledger.unused('bad'))} bad rows")
         for file, line, reason in self.ledger.unused("bad"):
             self.say(f"{file}:{line}: {reason}")
+        for file, line, reason in self.ledger.unused("overlong"):
+            self.say(f"{file}:{line}: {reason}, and no sample may have more than {limit:,}")
 
     def _report_rows(self, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
         """The rows as they are, with how many there were in the progress."""

@@ -187,8 +187,10 @@ def _follow_extraction(session: Session, run_id: str, as_json: bool, watch: bool
     headless.ProgressLine.clear()
     code, result = session.finish(run)
     headless.out(result, as_json, lambda _: of_run.extraction(run))
-    if result["bad_rows"]:
-        headless.say(f"{result['bad_rows']} bad rows gave no sample; `layertap logs {run_id}` names them")
+    for name, why in (("bad_rows", "bad"), ("overlong_rows", "too long")):
+        if result[name]:
+            rows = "row was" if result[name] == 1 else "rows were"
+            headless.say(f"{result[name]:,} {rows} {why} and gave no sample; `layertap logs {run_id}` says which")
     return code
 
 

@@ -114,8 +114,8 @@ class Ledger:
             raise LedgerError(f"{output} is no dataset: it has no ledger.sqlite")
         if not read_only and not _size(self.path) and (begun or any(map(_size, self._token_files()))):
             raise LedgerError(
-                f"{output} has lost its ledger, which says what its files belong to; restore ledger.sqlite from a copy, "
-                "or give a new folder"
+                f"{output} has lost its ledger, which says what its files belong to; restore ledger.sqlite from a "
+                "copy, or give a new folder"
             )
         if not read_only:
             self.folder.mkdir(exist_ok=True)

@@ -62,7 +62,8 @@ class Plan(msgspec.Struct):
     masked_share: float | None
     truncated: int
     skipped: int
-    skipped_lines: list[int]
+    skipped_rows: list[Skipped]
+    limit: int | None
     bad: int
     bad_rows: list[BadRow]
     alarms: list[Alarm]
@@ -82,7 +83,7 @@ class _Tally:
         self.lengths: Counter[int] = Counter()
         self.masked_tokens = self.truncated = self.skipped = self.bad = 0
         self.alarms = Alarms()
-        self.skipped_lines: list[int] = []
+        self.skipped_rows: list[Skipped] = []
         self.bad_rows: list[BadRow] = []
         self.first: Row | None = None
         self.first_masked: Row | None = None
@@ -92,7 +93,7 @@ class _Tally:
             self._add_sample(item)
         elif isinstance(item, Skipped):
             self.skipped += 1
-            _keep(self.skipped_lines, item.line)
+            _keep(self.skipped_rows, item)
         else:
             self.bad += 1
             _keep(self.bad_rows, item)
@@ -113,12 +114,14 @@ def make_plan(
     bytes_per_token: dict[str, float],
     output: Path | None,
     tokenizer: Any,
+    limit: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Plan:
     """The plan for `rows`, in one pass and with none of them kept.
 
     `bytes_per_token`: of each format that will be written. `output`: the dataset's folder, which need not exist yet.
-    `tokenizer` renders the preview. `progress` is called with the number of rows so far, and with all at the end.
+    `tokenizer` renders the preview. `limit` is how many tokens a sample may have, by which the rows were read.
+    `progress` is called with the number of rows so far, and with all at the end.
     """
     tally = _Tally()
     count = 0
@@ -144,7 +147,8 @@ def make_plan(
         masked_share=tally.masked_tokens / tokens if tokens else None,
         truncated=tally.truncated,
         skipped=tally.skipped,
-        skipped_lines=tally.skipped_lines,
+        skipped_rows=tally.skipped_rows,
+        limit=limit,
         bad=tally.bad,
         bad_rows=tally.bad_rows,
         alarms=tally.alarms.all(),

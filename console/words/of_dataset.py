@@ -31,6 +31,9 @@ def plan(made: dict[str, Any]) -> Iterator[str]:
         yield f"{made['output']} has {figures.size(made['free_bytes'])} free: {fits}"
     for alarm in made["alarms"]:
         yield from alarm_lines(alarm)
+    for long in made["skipped_rows"]:
+        where, length = f"{long['file']}:{long['line']}", long["tokens"]
+        yield f"{where}: {length:,} tokens, and no sample may have more than {made['limit']:,}"
     for bad in made["bad_rows"]:
         yield f"{bad['file']}:{bad['line']}: {bad['reason']}"
     if made["preview"]:

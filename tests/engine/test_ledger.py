@@ -77,9 +77,7 @@ def test_a_dataset_without_its_ledger_is_left_as_it_is(tmp_path: Path, begun: bo
     how(ledger.path)
     before = everything(tmp_path)
     for _ in range(2):
-        with pytest.raises(
-            LedgerError, match="has lost its ledger, .* restore ledger.sqlite from a copy, or give a new"
-        ):
+        with pytest.raises(LedgerError, match="has lost its ledger"):
             Ledger(tmp_path, begun=begun)
         assert everything(tmp_path) == before
 

@@ -62,7 +62,7 @@ def test_a_plan_from_a_file(tmp_path, tokenizer):
     ]
     path.write_text("".join(json.dumps(fields) + "\n" for fields in rows) + "{\n")
     outcomes = tokenise(path, tokenizer, RowOptions(max_length=30))
-    plan = make_plan(outcomes, {"native": 100.5, "specforge": 80.0}, tmp_path / "out" / "set", tokenizer)
+    plan = make_plan(outcomes, {"native": 100.5, "specforge": 80.0}, tmp_path / "out" / "set", tokenizer, 30)
     free = plan.free_bytes
     assert free is not None
     assert plan == Plan(
@@ -77,7 +77,8 @@ def test_a_plan_from_a_file(tmp_path, tokenizer):
         masked_share=8 / 66,
         truncated=0,
         skipped=1,
-        skipped_lines=[4],
+        skipped_rows=[Skipped(str(path), 4, 35)],
+        limit=30,
         bad=2,
         bad_rows=plan.bad_rows,
         alarms=plan.alarms,
@@ -150,7 +151,7 @@ def test_lines_are_named_up_to_twenty_and_counted_beyond(tokenizer):
     (alarm,) = plan.alarms
     assert (alarm.id, alarm.count, plan.truncated, plan.skipped, plan.bad) == ("duplicate", 29, 30, 30, 30)
     assert [odd.line for odd in alarm.rows] == list(range(2, 22))
-    assert plan.skipped_lines == list(range(31, 51))
+    assert [skipped.line for skipped in plan.skipped_rows] == list(range(31, 51))
     assert [bad.line for bad in plan.bad_rows] == list(range(61, 81))
 
 

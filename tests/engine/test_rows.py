@@ -8,6 +8,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -19,6 +21,7 @@ from capture.rows.chat import InputError, bracketed, mask_parts
 from capture.rows.files import read_hash
 from capture.rows.tokenise import BadRow, Row, RowOptions, Skipped, load_tokenizer, tokenise
 from capture.rows.vocabulary import vocabulary_size
+from capture.server import ServerGone
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -540,6 +543,13 @@ def test_ids_of_the_model_that_its_tokenizer_does_not_know_are_planned(tmp_path,
     code, plan = run_plan(asked)
     assert (code, plan.samples) == (1, 2)
     assert [bad.reason for bad in plan.bad_rows] == ["token id 3000 is outside the vocabulary of 3000"]
+    server = SimpleNamespace(info=lambda: {"max_req_input_len": 2})
+    code, plan = run_plan(msgspec.structs.replace(asked, server=server))  # it refuses a prompt of two tokens
+    assert (code, plan.samples, plan.skipped, plan.limit) == (1, 0, 2, 1)
+    code, plan = run_plan(msgspec.structs.replace(asked, server=server, options=RowOptions(max_length=2)))
+    assert (plan.samples, plan.limit) == (2, 2)
+    starting = SimpleNamespace(info=Mock(side_effect=ServerGone("no answer")))
+    assert run_plan(msgspec.structs.replace(asked, server=starting))[1].limit is None
     code, shown = run_plan(msgspec.structs.replace(asked, show=["2", "3"]))
     assert [row.reason for row in shown["shown"]] == [None, "token id 3000 is outside the vocabulary of 3000"]
 

@@ -39,7 +39,8 @@ PLAN: dict[str, Any] = {
     "masked_share": 0.62,
     "truncated": 0,
     "skipped": 1,
-    "skipped_lines": [9],
+    "skipped_rows": [{"file": ROWS, "line": 9, "tokens": 4_097}],
+    "limit": 4_096,
     "bad": 2,
     "bad_rows": [
         {"file": ROWS, "line": 4, "reason": "messages is a string, not a list of messages"},

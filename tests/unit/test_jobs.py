@@ -186,7 +186,9 @@ def test_a_dead_server_cannot_be_described(server: Server) -> None:
 def test_a_plan_takes_the_model_of_the_server(job: Callable[..., Run], server: Server, model: Path) -> None:
     server("silent")
     run = job("plan", rows="rows.jsonl", model=None)
-    assert json.loads((run.folder / "job.json").read_text())["model"] == str(model)
+    asked = json.loads((run.folder / "job.json").read_text())
+    assert (asked["model"], asked["server"]["model"]) == (str(model), str(model))
+    assert asked["server"]["url"].startswith("http://127.0.0.1:")  # which is asked how many tokens it takes
 
 
 def test_a_plan_of_a_model_that_is_named(job: Callable[..., Run], model: Path, home: Path) -> None:

@@ -456,6 +456,8 @@ def plan(**known: Any) -> dict[str, Any]:
         "rows": 12_000,
         "samples": 11_900,
         "skipped": 60,
+        "skipped_rows": [{"file": "rows.jsonl", "line": 9, "tokens": 40_011}],
+        "limit": 2_049,
         "truncated": 5,
         "bad": 40,
         "tokens": 9_520_000,
@@ -510,6 +512,7 @@ def test_a_plan() -> None:
         "    rows.jsonl:17: odd",
         "!! 9 rows: roles look alike; do something",
         *(f"    rows.jsonl:{line}: odd" for line in range(1, 6)),
+        "rows.jsonl:9: 40,011 tokens, and no sample may have more than 2,049",
         "rows.jsonl:5: not JSON: Expecting value: column 1",
         "line 1, [ ] = in the loss:",
         "  Hi[ there]",
@@ -524,7 +527,7 @@ def test_a_plan_without_good_rows() -> None:
     nothing = plan(
         samples=0, tokens=0, masked_share=None, histogram=[], total_bytes={}, free_bytes=None, fits=None, preview=None
     )
-    nothing |= {"alarms": [], "bad_rows": [], "median": None, "p99": None, "longest": None}
+    nothing |= {"alarms": [], "bad_rows": [], "skipped_rows": [], "median": None, "p99": None, "longest": None}
     assert list(of_dataset.plan(nothing)) == ["12,000 rows · 0 good · 60 overlong, skipped · 5 truncated · 40 bad"]
 
 
