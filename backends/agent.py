@@ -30,7 +30,7 @@ from backends.doctor.report import Asked, Place
 from backends.errors import ExitCode, LayertapError, RunDied, UsageError
 from backends.folders import absolute
 from backends.frames import FrameError, pack, read_frame
-from backends.jobs import JOBS, describe, draws_from, refuse_second, start_job
+from backends.jobs import JOBS, describe, draws_from, refuse_second, require_same, start_job
 from backends.launch import Launching, launch
 from backends.logs import PartHead, read_part
 from backends.outbox import Outbox
@@ -185,7 +185,7 @@ class Agent:
         return made
 
     def overview(self, run_id: str | None = None, port: int | None = None) -> dict[str, Any]:
-        """What a look at this host shows, in one answer: a sample, a server, the newest extraction, what is wrong.
+        """What a look at this host shows, in one answer: a sample, a server, an extraction, what is wrong.
 
         The server is that of `run_id`; else the live one, of `port` if given; else the one that ran last.
         """
@@ -240,13 +240,15 @@ class Agent:
         """What a folder of this host holds."""
         return folders.read_folder(path)
 
-    def extraction(self, output: str | None = None) -> dict[str, Any] | None:
-        """The newest extraction, into `output` if given; a relative path starts at the home folder."""
-        place = None if output is None else absolute(output)
-        for run in self.runs.all("extract"):
-            if place is None or run.spec.details.get("output") == place:
-                return self.run(run.id)
-        return None
+    def extraction(self, output: str | None = None, asked: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """The newest extraction that runs, else the one that ran last, into `output` if given.
+
+        A relative path starts at the home folder. Raises Locked where one runs that draws something else than `asked`.
+        """
+        found = self._extraction(None if output is None else absolute(output))
+        if found and asked and found.alive():
+            require_same(found, asked)
+        return self.run(found.id) if found else None
 
     def dataset(self, path: str) -> datasets.Described:
         """A dataset that may be copied from here, finished or not."""
@@ -279,7 +281,7 @@ class Agent:
     def bundle(self, run_id: str | None, extra: dict[str, str], port: int | None = None) -> bundle.Bundle:
         """What a support bundle holds of a run and its server, secrets masked; `extra` are texts of the console's own.
 
-        Without a run it is about the newest server, of `port` if given, and the newest extraction.
+        Without a run it is about the newest server, of `port` if given, and the extraction that `extraction` gives.
         """
         chosen = self._of_bundle(run_id, port)
         server = next((run for run in chosen if run.spec.kind == "server"), None)
@@ -295,7 +297,8 @@ class Agent:
 
     def _of_bundle(self, run_id: str | None, port: int | None) -> list[runs.Run]:
         if run_id is None:
-            return [*self._servers(port)[:1], *self.runs.all("extract")[:1]]
+            extraction = self._extraction()
+            return [*self._servers(port)[:1], *([extraction] if extraction else [])]
         run = self.runs.get(run_id)
         servers = [server for server in self.runs.all("server") if server.id != run.id and draws_from(run, server)]
         return [*servers, run]
@@ -334,6 +337,10 @@ class Agent:
     def _servers(self, port: int | None) -> list[runs.Run]:
         """The servers that ever ran, on that port if given, the newest first."""
         return [run for run in self.runs.all("server") if port in (None, run.spec.port)]
+
+    def _extraction(self, output: str | None = None) -> runs.Run | None:
+        found = [run for run in self.runs.all("extract") if output in (None, run.spec.details.get("output"))]
+        return next((run for run in found if run.alive()), next(iter(found), None))
 
     def _drawing_from(self, server: runs.Run) -> list[runs.Run]:
         return [run for run in self.runs.all() if draws_from(run, server) and run.alive()]

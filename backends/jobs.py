@@ -142,6 +142,25 @@ def draws_from(run: Run, server: Run) -> bool:
         return False
 
 
+def require_same(run: Run, job: dict[str, Any]) -> None:
+    """Raise Locked where an extraction that runs draws other rows than `job` asks for, or draws them otherwise."""
+    now, asked = run.spec.details, job | {"rows": absolute(job["rows"])}
+    for name in ("rows", "formats", "options"):
+        if name in now and now[name] != asked[name]:
+            has, wants = _told(now[name], asked[name]), _told(asked[name], now[name])
+            raise Locked(
+                f"{run.id} writes to {now['output']} already, its {name} are {has} and not {wants}; wait for it, or "
+                f"`layertap stop {run.id}`"
+            )
+
+
+def _told(value: Any, beside: Any) -> str:
+    """Formats or rows in words; of options, those that differ from the ones `beside` them."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {value[name]}" for name in value if value[name] != beside.get(name))
+    return ",".join(value) if isinstance(value, list) else str(value)
+
+
 def refuse_second(runs: Runs, output: str) -> None:
     """Raise Locked where an extraction into `output` runs."""
     for run in runs.all("extract"):

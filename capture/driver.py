@@ -36,7 +36,7 @@ BACK_OFF = 0.3  # seconds before the second attempt, four times as many before e
 BUSY_SECONDS = 120.0  # for which a sample is asked for again while the writers have no slot free
 BUSY_PAUSE = 0.5
 COMMIT_SECONDS = 0.25
-DRAIN_SECONDS = 30.0
+DRAIN_SECONDS = 12.0  # a stop waits for 20, and then ends what is left
 SAMPLE_EVENTS = 300  # retries and failures that the run's history has; the log has all
 
 

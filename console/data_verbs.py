@@ -146,19 +146,19 @@ def extract(
 
     with open_host(common) as session:
         place = host_path(output, common)
-        run = session.extraction(place)
+        asked = job(
+            host_path(rows, common),
+            place,
+            asked_formats(format, session),
+            asked_row_options(options, session),
+            allow_volatile=allow_volatile,
+            restart_server=restart_server,
+            beside_ports=port[1:] if port else None,
+        )
+        run = session.extraction(place, asked)
         if run is not None and going_on(run):
             headless.say(f"attached to {run['id']}, which writes to {place} already")
         else:
-            asked = job(
-                host_path(rows, common),
-                place,
-                asked_formats(format, session),
-                asked_row_options(options, session),
-                allow_volatile=allow_volatile,
-                restart_server=restart_server,
-                beside_ports=port[1:] if port else None,
-            )
             run = session.start("extract", asked, port[0] if port else None)
             headless.say(f"started {run['id']}")
         if detach:

@@ -148,9 +148,12 @@ class Session:
             raise OurBug(f"the run {run['id']} failed:\n{mask_text(self.log_end(run['log'], LOG_SHOWN).strip())}")
         return code, result
 
-    def extraction(self, output: str | None = None) -> dict[str, Any] | None:
-        """The newest extraction, into `output` if given."""
-        found = self.host.request("extraction", output=output)
+    def extraction(self, output: str | None = None, asked: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """The newest extraction that runs, else the one that ran last, into `output` if given.
+
+        Raises Locked where one runs that draws something else than is `asked`.
+        """
+        found = self.host.request("extraction", output=output, asked=asked)
         return self._dict(found) if found else None
 
     def stop(self, run_id: str, why: str) -> dict[str, Any]:

@@ -95,6 +95,19 @@ def test_the_newest_extraction(agent: Agent, start: Start) -> None:
     assert agent.extraction("/c") is None
 
 
+def test_an_extraction_that_runs_comes_before_a_later_one_that_is_over(agent: Agent, start: Start) -> None:
+    goes_on, over = (start("extract", details={"output": "/a"}) for _ in range(2))
+    agent.stop(over.id, "a mistake")
+    for found in (agent.extraction(), agent.extraction("/a"), agent.overview()["extraction"]):
+        assert found is not None
+        assert found["id"] == goes_on.id
+    assert [run.id for run in agent._of_bundle(None, None)] == [goes_on.id]
+    agent.stop(goes_on.id, "enough")
+    found = agent.extraction()
+    assert found is not None
+    assert found["id"] == over.id
+
+
 # --- Servers ---
 
 

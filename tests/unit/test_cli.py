@@ -630,6 +630,17 @@ def test_an_extraction_is_attached_to_and_stopped(
     again = layertap(*extract, "--detach", "--json")
     assert again.stderr == f"attached to {run_id}, which writes to {home}/data already\n"
     assert json.loads(again.stdout)["id"] == run_id
+    for changed, said in (
+        (["others.jsonl"], f"its rows are {home}/rows.jsonl and not {home}/others.jsonl"),
+        (["rows.jsonl", "--format", "native,specforge"], "its formats are native and not native,specforge"),
+        (["rows.jsonl", "--max-length", "9"], "its options are max_length None and not max_length 9"),
+    ):
+        other = layertap("extract", *changed, *extract[2:], "--detach")
+        ended(
+            other,
+            7,
+            f"layertap: {run_id} writes to {home}/data already, {said}; wait for it, or `layertap stop {run_id}`",
+        )
 
     watching = begin(*extract, "--watch", "--json")
     assert json.loads(watching.stdout.readline())["phase"] == "preparing"

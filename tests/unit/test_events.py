@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from backends import runs
 from capture import driver, events
 from capture.events import append, latest
 
@@ -94,3 +95,7 @@ def test_an_extraction_tells_of_so_many_samples_and_then_of_no_more(monkeypatch:
     for sample in range(6):
         extraction._tell_of_sample("retry", sample=sample)
     assert told == [*(("retry", {"sample": sample}) for sample in range(3)), ("log_only", {"most": 3})]
+
+
+def test_what_is_under_way_ends_before_a_stop_loses_its_patience() -> None:
+    assert driver.DRAIN_SECONDS + 5 < runs.ASK_SECONDS
