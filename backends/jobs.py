@@ -32,12 +32,25 @@ JOBS = {
 }
 MODULES = {"tune": "backends.tune.job"}  # of those that run servers themselves
 PATHS = ("rows", "output", "dataset", "other")
+# Of these, what a job reads. Where it is not there, a run that fails at once would only stand before those that matter.
+READ = {
+    "plan": ["rows"],
+    "extract": ["rows"],
+    "verify": ["output"],
+    "sample": ["output"],
+    "export": ["dataset"],
+    "diff": ["dataset", "other"],
+}
 # What else it takes to ask for the same extraction again.
 ASKED = ("formats", "options", "allow_volatile", "restart_server", "beside_ports")
 
 
 def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: int | None) -> Run:
-    """Start a job. Raises RunDied where it needs a server and none runs, Locked where it runs already."""
+    """Start a job.
+
+    Raises RunDied where it needs a server and none runs, Locked where it runs already, UsageError where what it reads
+    is not there.
+    """
     job = {key: absolute(value) if key in PATHS and value else value for key, value in job.items()}
     details = {key: job[key] for key in PATHS if job.get(key)}
     if kind == "extract":
@@ -65,6 +78,10 @@ def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: i
         job["payload"] = str(payload)
         details = {"profile": job["launch"]["profile"], "model": job["launch"]["model"]}
         details |= {key: job[key] for key in ("only", "given")}
+
+    for key in READ.get(kind, ()):
+        if not os.path.exists(job[key]):
+            raise UsageError(f"{job[key]}: there is no such file or folder on this host")
 
     def prepare(run: Run) -> dict[str, str]:
         write_json(run.folder / "job.json", job)

@@ -21,6 +21,7 @@ from backends.sglang import Overrides, ProfileError, load_profiles
 from console.session import Session
 
 PAGE = 4096  # what a small file takes
+NOTHING = "/usr"  # a folder in which there is no dataset
 FULL = "No space left on device; make room there, or have {} name another folder"
 
 
@@ -34,7 +35,7 @@ def grow(disk: Path) -> None:
 
 def verify_nothing(host: Host) -> dict:
     """Run a job that ends at once, because there is nothing to verify."""
-    run = host.request("start", kind="verify", job={"output": "/nothing"})
+    run = host.request("start", kind="verify", job={"output": NOTHING})
     return until(lambda: (now := host.request("run", run_id=run["id"]))["exit"] and now, "the job has ended")
 
 
@@ -105,7 +106,7 @@ def test_there_is_no_room_to_say_how_a_run_ended(start_sshd: Callable[..., Sshd]
         host = start_sshd(environment={"XDG_STATE_HOME": str(disk)}).connect()
         try:
             fill(disk, leaving=5 * PAGE)
-            run = host.request("start", kind="verify", job={"output": "/nothing"})
+            run = host.request("start", kind="verify", job={"output": NOTHING})
             until(lambda: host.request("run", run_id=run["id"])["state"] == "died", "it is seen to be dead")
             assert host.request("run", run_id=run["id"])["exit"] is None
         finally:
@@ -127,7 +128,7 @@ def test_a_home_without_execution(start_sshd: Callable[..., Sshd], tmp_path: Pat
         host = sshd.connect()
         try:
             assert host.request("hello")["payload_folder"].startswith(f"{home}/.cache/")
-            assert verify_nothing(host)["result"] == {"error": "/nothing is no dataset: it has no manifest.json"}
+            assert verify_nothing(host)["result"] == {"error": f"{NOTHING} is no dataset: it has no manifest.json"}
         finally:
             host.close()
         with pytest.raises(ConnectionFailed) as failed:

@@ -280,6 +280,7 @@ def test_an_extraction_is_found_by_its_folder_however_that_is_named(
 
 
 def test_a_job_that_fails_says_why(agent: Agent, home: Path) -> None:
+    (home / "nothing").mkdir()
     run = agent.start("verify", {"output": "nothing"})
     ended: dict[str, Any] = until(lambda: (now := agent.run(run["id"]))["exit"] and now)
     assert ended["exit"].code == 2

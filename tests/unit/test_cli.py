@@ -195,7 +195,7 @@ def test_words_that_are_not_understood(layertap: Callable[..., Ran], words: str,
             "plan rows.jsonl --model /m --max-length 0",
             "--max-length 0: give at least 1 token, or leave it out for the server's",
         ),
-        ("verify out", "{home}/out is no dataset: it has no manifest.json"),
+        ("verify out", "{home}/out: there is no such file or folder on this host"),
         ("sample out 3", "{home}/out is no dataset: it has no manifest.json"),
     ],
 )
@@ -622,6 +622,7 @@ def test_an_extraction_is_attached_to_and_stopped(
     """The fake server never answers the first question, so the extraction is still there when it is asked for again."""
     mute = server("mute")
     until(lambda: "fired up" in mute.log.read_text())
+    (home / "rows.jsonl").write_text("{}\n")
     extract = ["extract", "rows.jsonl", "--output", "data", "--allow-volatile"]
     first = layertap(*extract, "--detach")
     assert first.returncode == 0

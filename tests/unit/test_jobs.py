@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import FAKE_SGLANG, until
@@ -24,6 +25,13 @@ from console.session import Session
 
 Server = Callable[..., Run]
 Start = Callable[..., Run]
+
+
+@pytest.fixture(autouse=True)
+def given(home: Path) -> None:
+    """What the jobs here read."""
+    (home / "rows.jsonl").write_text("{}\n")
+    (home / "data").mkdir()
 
 
 @pytest.fixture
@@ -50,6 +58,27 @@ def test_a_job_stands_in_its_run_with_the_payload_and_no_gpu(
     assert env["HF_HUB_OFFLINE"] == "1"
     assert json.loads((run.folder / "job.json").read_text()) == {"output": f"{home}/data"}
     assert run.spec.details == {"output": f"{home}/data"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "lacks"),
+    [
+        ("plan", {"rows": "none.jsonl", "model": "/m"}, "none.jsonl"),
+        ("extract", {"rows": "none.jsonl", "output": "new"}, "none.jsonl"),
+        ("verify", {"output": "none"}, "none"),
+        ("sample", {"output": "none"}, "none"),
+        ("export", {"dataset": "none", "output": "new"}, "none"),
+        ("diff", {"dataset": "data", "other": "none"}, "none"),
+    ],
+)
+def test_what_is_not_there_is_said_without_a_run(
+    job: Callable[..., Run], server: Server, model: Path, all_runs: Runs, home: Path, kind: str, asked: Any, lacks: str
+) -> None:
+    server("silent")
+    with pytest.raises(UsageError) as refused:
+        job(kind, **{name: str(model) if name == "model" else value for name, value in asked.items()})
+    assert str(refused.value) == f"{home}/{lacks}: there is no such file or folder on this host"
+    assert [run.spec.kind for run in all_runs.all()] == ["server"]
 
 
 def test_only_the_job_that_measures_sees_the_gpus(
