@@ -12,6 +12,7 @@ from cyclopts import CycloptsError
 from backends.errors import ExitCode, LayertapError, UsageError
 from console import data_verbs, server_verbs  # noqa: F401 - they register their verbs
 from console.options import COMMON, Common, Port, app, host_path, open_host
+from console.words.printable import printable
 
 if TYPE_CHECKING:
     from console.demo import Follow, Say
@@ -108,7 +109,7 @@ def main() -> None:
     except CycloptsError:
         code = ExitCode.USAGE
     except LayertapError as error:
-        sys.stderr.write(f"layertap: {error}\n")
+        sys.stderr.write(f"layertap: {printable(str(error))}\n")
         code = error.exit_code
     except KeyboardInterrupt:
         code = ExitCode.INTERRUPTED

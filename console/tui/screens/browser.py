@@ -81,7 +81,7 @@ class FolderBrowser(ModalScreen[str | None]):
         self.path, self._left_out = found["path"], found["left_out"]
         self._entries = sorted(found["entries"], key=_order)
         self.query_one(Input).value = ""
-        said.update(self.path)
+        said.update(line(self.path))
         self._fill(posixpath.basename(before) if posixpath.dirname(before) == self.path else None)
 
     def _fill(self, come_from: str | None = None) -> None:

@@ -10,6 +10,8 @@ from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static
 
+from console.tui.widgets.panel import line
+
 
 class Confirm(ModalScreen[bool]):
     """Whether to go on; Cancel has the focus."""
@@ -26,7 +28,7 @@ class Confirm(ModalScreen[bool]):
     def compose(self) -> ComposeResult:
         """The question and two buttons."""
         with Vertical(classes="dialog"):
-            yield Static(self.text, markup=False)
+            yield Static(line(self.text), markup=False)
             with Horizontal(classes="buttons"):
                 yield Button("Cancel", id="cancel")
                 yield Button(self.yes, id="yes", variant="warning")
@@ -63,7 +65,7 @@ class Secret(ModalScreen[str | None]):
     def compose(self) -> ComposeResult:
         """The question, and where to type."""
         with Vertical(classes="dialog"):
-            yield Static(self.question["text"], markup=False)
+            yield Static(line(self.question["text"]), markup=False)
             if self.question["again"]:
                 yield Static("That was not it.", classes="wrong")
             yield Input(password=True, placeholder=self.question["kind"])

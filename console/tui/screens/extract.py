@@ -149,7 +149,7 @@ class ExtractScreen(HostScreen):
     def _tell(self, trouble: str) -> None:
         said = self.query_one("#trouble", Static)
         said.display = bool(trouble)
-        said.update(f"! {trouble}")
+        said.update(line(f"! {trouble}"))
 
     # --- The form ---
 

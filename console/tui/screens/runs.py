@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -17,7 +16,7 @@ from console.feed import Feed
 from console.session import going_on
 from console.tui.screens.base import HostScreen
 from console.tui.widgets.panel import line
-from console.tui.widgets.table import Table
+from console.tui.widgets.table import Table, cell
 from console.words import figures, of_run, of_server
 
 RENEW_SECONDS = 2.0
@@ -59,14 +58,14 @@ class RunsScreen(HostScreen):
         table = self.query_one(Table)
         if found == self._runs:  # but time goes on
             for run in filter(going_on, found):
-                for (name, _), cell in zip(COLUMNS, row(run, now()), strict=True):
-                    table.update_cell(run["id"], name, Text(cell))
+                for (name, _), text in zip(COLUMNS, row(run, now()), strict=True):
+                    table.update_cell(run["id"], name, cell(text))
             return
         chosen = self._chosen()
         self._runs = found
         table.clear()
         for run in found:
-            table.add_row(*map(Text, row(run, now())), key=run["id"])
+            table.add_row(*map(cell, row(run, now())), key=run["id"])
         ids = [run["id"] for run in found]
         if chosen in ids:
             table.move_cursor(row=ids.index(chosen), animate=False)

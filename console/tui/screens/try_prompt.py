@@ -53,4 +53,4 @@ class TryScreen(HostScreen):
         except LayertapError as error:
             said.update(line((f"! {error}", "$text-error")))
         else:
-            said.update("\n".join(of_dataset.tried(result)))
+            said.update(line("\n".join(of_dataset.tried(result))))

@@ -388,7 +388,7 @@ def _unknown(now: Now, text: str) -> str:
 
 
 def _muted(text: str) -> Content:
-    return Content.assemble((text, "$foreground-muted"))
+    return line((text, "$foreground-muted"))
 
 
 def _seconds(phase: dict[str, Any]) -> float | None:

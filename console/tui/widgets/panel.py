@@ -10,6 +10,8 @@ from textual.events import Resize
 from textual.message import Message
 from textual.widgets import Static
 
+from console.words.printable import printable
+
 SIGN_STYLES = {
     "+": "$text-success",
     "~": "$text-accent",
@@ -74,16 +76,22 @@ class Panel(Static):
 
 
 def line(*parts: str | tuple[str, str] | Content) -> Content:
-    """A line of text and of (text, style) pairs."""
-    return Content.assemble(*parts)
+    """A line of text and of (text, style) pairs, with escapes for what a terminal would obey."""
+    return Content.assemble(*(_safe(part) for part in parts))
+
+
+def _safe(part: str | tuple[str, str] | Content) -> str | tuple[str, str] | Content:
+    if isinstance(part, str):
+        return printable(part)
+    return (printable(part[0]), part[1]) if isinstance(part, tuple) else part
 
 
 def wrapped(text: str, width: int, style: str = "", first: str = "", rest: str = "") -> list[Content]:
     """A text over as many lines as it needs; `first` and `rest` stand before its first and its other lines."""
-    lines = textwrap.wrap(text, max(10, width), initial_indent=first, subsequent_indent=rest) or [first]
+    lines = textwrap.wrap(printable(text), max(10, width), initial_indent=first, subsequent_indent=rest) or [first]
     return [Content.assemble((one, style)) for one in lines]
 
 
 def joined(parts: list[Content | str], between: str = " · ") -> Content:
     """The parts that say something, with `between` between them."""
-    return Content(between).join([Content(part) if isinstance(part, str) else part for part in parts if part])
+    return Content(between).join([line(part) for part in parts if part])

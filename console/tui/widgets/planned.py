@@ -39,4 +39,4 @@ def _line(text: str, bad: bool) -> Content:
         return line((text, "bold $text-error" if text.startswith("!!") else "$text-warning"))
     if text.endswith("DOES NOT FIT"):
         return line((f"! {text}", "bold $text-error"))
-    return Content(text)
+    return line(text)
