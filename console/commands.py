@@ -62,7 +62,7 @@ class Command:
 
 
 COMMANDS = (
-    Command("view.dashboard", "escape", "Back", "back to the dashboard", "status"),
+    Command("view.dashboard", "escape", "Back", "back to the dashboard; on it, messages are cleared", "status"),
     Command("view.logs", "l", "Logs", "live log of the server and of the extraction", "logs", footer=True),
     Command("view.extract", "x", "Extract", "start an extraction, or watch it", "extract", footer=True),
     Command("view.samples", "a", "Samples", "samples of the dataset, token by token", "sample"),

@@ -201,6 +201,8 @@ class Console(App[None], inherit_bindings=False):
         if refusal:
             self.notify(f"{command.label}: {refusal}", severity="warning", markup=False)
         elif name == "view.dashboard":
+            if len(self.screen_stack) <= 2:
+                self.clear_notifications()
             self._back()
         elif view := self._view(name):
             self._back()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from consoles import console, shown, until, until_shown
+from consoles import console, shown, until, until_settled, until_shown
 from scenes import SCENES
 
 from console.commands import COMMANDS
@@ -155,6 +155,48 @@ async def test_the_stacks_are_summarised_with_their_file() -> None:
         await until_shown(pilot, "scheduler_TP2 differs from the other 3 ranks")
         await until_shown(pilot, "stacks-20261129-140000.txt")
         assert asked(app, "stacks") == [{"run_id": "server-20261129-135548-a1b2"}]
+
+
+STACKS = {
+    "run": "server-20261129-135548-a1b2",
+    "at": 0.0,
+    "path": "/state/runs/x/stacks-20261129-140000.txt",
+    "summary": [f"scheduler_TP{rank} differs from the other 3 ranks: look at it first" for rank in range(16)],
+}
+
+
+@pytest.mark.parametrize("key", ["K", "X"])
+async def test_nothing_lies_over_a_dialog(key: str) -> None:
+    app = console(answers={"stacks": STACKS})
+    async with app.run_test(size=(80, 24), notifications=True) as pilot:
+        await until_shown(pilot, "READY")
+        await pilot.press("b")
+        await until_shown(pilot, "scheduler_TP15 differs")
+        await pilot.press(key)
+        await until_shown(pilot, "Stop it")
+        assert "Cancel" in shown(app)
+        assert not app.screen.query("Toast")
+        app.notify("\n".join(STACKS["summary"]), timeout=60, markup=False)  # what comes while it is there
+        await until(pilot, lambda: app.screen.query("Toast"), "the message")
+        await until_settled(pilot)
+        assert "differs" in shown(app)
+        assert "Cancel" in shown(app)
+        assert "Stop it" in shown(app)
+
+
+async def test_escape_clears_messages_where_nothing_else_takes_it() -> None:
+    app = console(answers={"stacks": STACKS, "all": []})
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        await until_shown(pilot, "READY")
+        await pilot.press("b")
+        await until_shown(pilot, "scheduler_TP15 differs")
+        await pilot.press("r")
+        await until(pilot, lambda: "RunsScreen" in titles(app))
+        await pilot.press("escape")
+        await until(pilot, lambda: "RunsScreen" not in titles(app))
+        await until_shown(pilot, "scheduler_TP15 differs")
+        await pilot.press("escape")
+        await until(pilot, lambda: "differs" not in shown(app), "messages are cleared")
 
 
 async def test_stopping_the_extraction() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -12,8 +12,18 @@ from textual.widgets import Button, Input, Static
 
 from console.tui.widgets.panel import line
 
+T = TypeVar("T")
 
-class Confirm(ModalScreen[bool]):
+
+class Dialog(ModalScreen[T]):
+    """Lies over a screen; what was told in its corner goes, so that nothing lies over the dialog."""
+
+    def on_mount(self) -> None:
+        """See the class; a message that comes later stands at the top, see `console.tcss`."""
+        self.app.clear_notifications()
+
+
+class Confirm(Dialog[bool]):
     """Whether to go on; Cancel has the focus."""
 
     BINDINGS = [  # noqa: RUF012
@@ -53,7 +63,7 @@ class HostKey(Confirm):
         )
 
 
-class Secret(ModalScreen[str | None]):
+class Secret(Dialog[str | None]):
     """A passphrase or a password; empty or Escape is no answer."""
 
     BINDINGS = [Binding("escape", "dismiss(None)", "Cancel", id="dialog.cancel")]  # noqa: RUF012

@@ -6,10 +6,10 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from console.commands import COMMANDS
+from console.tui.screens.dialogs import Dialog
 from console.tui.widgets.panel import line
 
 WORDS = (
@@ -24,7 +24,7 @@ WORDS = (
 SHOWN_KEYS = {"question_mark": "?", "escape": "esc", "slash": "/", "left": "<-", "right": "->"}
 
 
-class HelpScreen(ModalScreen[None]):
+class HelpScreen(Dialog[None]):
     """Lists the commands, then the keys of the screen below."""
 
     BINDINGS = [  # noqa: RUF012
