@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from consoles import console, shown, until, until_settled, until_shown
-from scenes import SCENES
+from scenes import SCENES, dumps, snapshot
 
 from console.commands import COMMANDS
 from console.config import ConsoleConfig
@@ -392,3 +392,24 @@ async def test_every_state_of_the_world_fits_a_small_terminal(scene: str) -> Non
         await until_shown(pilot, "Layertap")
         for row in shown(app).splitlines():
             assert len(row) <= 80
+
+
+@pytest.mark.parametrize("size", [(80, 40), (100, 45), (120, 40), (160, 45)])
+async def test_the_dashboard_cuts_nothing_where_there_is_room_below(
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    monkeypatch.setitem(SCENES, "made", snapshot(dumps=dumps(slot_wait_seconds=75.0)))
+    app = console("made")
+    async with app.run_test(size=size) as pilot:
+        await until_shown(pilot, "Last 15 min")
+        await until_settled(pilot)
+        text = shown(app)
+    assert "…" not in text
+    for said in (
+        "native + specforge",
+        "waiting 4,019 · sent 48",
+        "(boundaries 3, 31, 59)",
+        "waited 75 s for slots",
+        "430 MB/s",
+    ):
+        assert said in text
