@@ -59,7 +59,10 @@ async def test_as_a_chat_message() -> None:
     async with app.run_test(size=SIZE) as pilot:
         await pilot.press("t")
         await until_shown(pilot, "a prompt")
-        await pilot.press("ctrl+t", *"Hi", "enter")
+        assert "[ ] as a chat message" in shown(app)  # a sign, which also a terminal without colours has
+        await pilot.press("ctrl+t")
+        await until_shown(pilot, "[x] as a chat message")
+        await pilot.press(*"Hi", "enter")
         await until(pilot, lambda: asked(app, "start"), "asked")
     assert asked(app, "start")[0]["job"] == {"text": "Hi", "chat": True}
 
