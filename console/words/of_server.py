@@ -155,6 +155,6 @@ def launch(merged: dict[str, Any]) -> Iterator[str]:
 
 def suits(differs: list[str] | None) -> Iterator[str]:
     """Whether host and model are what a profile is for; nothing where nobody looked, or where it is for any."""
-    yield from (f"! {one}" for one in differs or [])
+    yield from (f"? {one}" for one in differs or [])
     if differs == []:
         yield "# host and model are what the profile is for"

@@ -12,6 +12,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable, Static
+from textual.worker import WorkType
 
 from backends.sglang import mask_text
 from console.feed import Feed
@@ -101,7 +102,8 @@ class RunsScreen(HostScreen):
     def chosen(self, event: DataTable.RowHighlighted) -> None:
         """Show the run under the cursor."""
         if event.row_key.value:
-            self.run_worker(partial(self._show_one, event.row_key.value), exclusive=True, group="one")
+            show: WorkType[None] = partial(self._show_one, event.row_key.value)  # no coroutine before its time
+            self.run_worker(show, exclusive=True, group="one")
 
     async def _show_one(self, run_id: str) -> None:
         kind = "status" if run_id.startswith("server-") else "run"

@@ -26,7 +26,7 @@ from console.session import Session
 from console.tui.jobs import finish_job
 from console.tui.screens.base import HostScreen
 from console.tui.widgets.overview import ServerPanel
-from console.tui.widgets.panel import Panel, line, wrapped
+from console.tui.widgets.panel import SIGN_STYLES, Panel, line, wrapped
 from console.tui.widgets.table import cell
 from console.typed import whole, wholes
 from console.words import figures, of_server
@@ -58,8 +58,8 @@ class GatePanel(Panel):
             return [line(("+ safe to draw from", "$text-success"), ": no rule of the gate objects")]
         lines = []
         for finding in self.findings:
-            sign, style = ("! ", "$text-error") if finding["fatal"] else ("? ", "$text-warning")
-            lines += wrapped(finding["what"], width, style, sign, "  ")
+            sign = figures.sign(finding["fatal"])
+            lines += wrapped(finding["what"], width, SIGN_STYLES[sign], f"{sign} ", "  ")
             lines += wrapped(finding["remedy"], width, "", "  -> ", "     ")
         return lines
 
