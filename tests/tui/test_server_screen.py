@@ -186,10 +186,10 @@ async def test_what_would_start_follows_the_form() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "fault"),
     [
-        ("#layers", "2 x", "layers: expected a number, such as 2 30 58, and not 'x'"),
+        ("#layers", "2 x", "layers: expected a whole number, 0 or more, such as 2 30 58, and not 'x'"),
         ("#layers", "2 2", "at least one layer, and none twice"),
         ("#port", "70000", "port 70000: there are ports 1 to 65535, choose one of them"),
-        ("#port", "", "port: expected a number, such as 30000, and not ''"),
+        ("#port", "", "port: expected a positive whole number, such as 30000, and not ''"),
         ("#set", "'", "more arguments: No closing quotation"),
         ("#set", "host=0.0.0.0", "loopback"),
     ],

@@ -271,7 +271,7 @@ class ServerScreen(HostScreen):
         return [title, *[f"  {one}" for one in changed], ""]
 
     def _merge(self, session: Session, profile: str) -> tuple[Launch, LayerChoice]:
-        port = whole(self.query_one("#port", Input).value, "port", "30000")
+        port = whole(self.query_one("#port", Input).value, "port", "30000", least=1)
         try:
             more = shlex.split(self.query_one("#set", Input).value)
         except ValueError as error:
