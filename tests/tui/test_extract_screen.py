@@ -147,6 +147,8 @@ async def test_one_that_ended_early_says_why(monkeypatch: pytest.MonkeyPatch) ->
     async with app.run_test(size=SIZE, notifications=True) as pilot:
         await open_screen(app, pilot, "! not safe to draw from: the tap is not in")
         assert "preparing" not in shown(app)
+        assert "f goes on" not in shown(app)  # the same would end the same
+        assert "-> once that is put right, f starts it again" in shown(app)
 
 
 @pytest.mark.parametrize(
