@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from consoles import console, shown, until, until_settled, until_shown
-from scenes import SCENES, dumps, snapshot
+from scenes import AT, SCENES, dumps, server, snapshot
 
 from console.commands import COMMANDS
 from console.config import ConsoleConfig
@@ -155,6 +155,18 @@ async def test_the_stacks_are_summarised_with_their_file() -> None:
         await until_shown(pilot, "scheduler_TP2 differs from the other 3 ranks")
         await until_shown(pilot, "stacks-20261129-140000.txt")
         assert asked(app, "stacks") == [{"run_id": "server-20261129-135548-a1b2"}]
+
+
+async def test_a_stopped_server_resolves_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = {"code": None, "signal": 15, "at": AT - 5.0}
+    verdict = {"verdict": "stopped", "cause": None, "remedy": None, "evidence": []}
+    stopped = server(state="exited", exit=over, stop_asked=True, verdict=verdict, tap=None, layers=None, health=None)
+    monkeypatch.setitem(SCENES, "made", snapshot(server=stopped, dumps=None))
+    app = console("made")
+    async with app.run_test(size=SIZE) as pilot:
+        await until_shown(pilot, "- STOPPED")
+        await until_shown(pilot, "tensors: outputs of layers 2, 30, 58")
+        assert "not resolved" not in shown(app)
 
 
 STACKS = {

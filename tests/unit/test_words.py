@@ -143,7 +143,7 @@ def test_a_server_that_crashed() -> None:
         "! server server-20260101-120000-abcd: crashed",
         "  profile mine · SGLang 0.5.23 · port 30000",
         "  weights …",
-        "  tensors: outputs of layers 2, 30, 58, not resolved yet",
+        "  tensors: outputs of layers 2, 30, 58",
         "  cause: GPU memory ran out",
         "  remedy: lower mem-fraction-static",
         "  - process gone",

@@ -46,7 +46,7 @@ class ServerPanel(Panel):
             yield line(
                 ("tensors: ", "$foreground-muted"),
                 server["details"]["layers_words"],
-                (", not resolved yet", "$foreground-muted"),
+                (of_server.unresolved(server), "$foreground-muted"),
             )
             return
         yield line(("tensors: ", "$foreground-muted"), server["layers"])
