@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from consoles import console, shown, until, until_settled, until_shown
+from consoles import console, ignored, shown, until, until_settled, until_shown
 from scenes import AT, SCENES, dumps, server, snapshot
 
 from console.commands import COMMANDS
@@ -348,6 +348,7 @@ async def test_a_picture(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None
         await until(pilot, lambda: list(tmp_path.glob("layertap-*.svg")), "written")
         (picture,) = tmp_path.glob("layertap-*.svg")
         assert "READY" in picture.read_text()
+    assert ignored(picture.name)
 
 
 # --- Hosts and leaving ---
