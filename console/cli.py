@@ -119,7 +119,6 @@ def main() -> None:
     except Exception:
         import traceback
 
-        traceback.print_exc()
-        sys.stderr.write("layertap: this is a bug of ours\n")
+        sys.stderr.write(f"{printable(traceback.format_exc())}layertap: this is a bug of ours\n")
         code = ExitCode.OUR_BUG
     sys.exit(int(code) if isinstance(code, int) else 0)

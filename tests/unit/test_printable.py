@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from backends.errors import UsageError
 from console import cli, headless
 from console.words import of_dataset
 from console.words.printable import printable
@@ -43,14 +44,23 @@ def test_text_of_both_streams_is_safe_and_json_is_exact(capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out) == {"text": EVIL[:-1]}
 
 
-def test_an_error_is_safe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (UsageError(f"{EVIL}: no such file"), f"layertap: {SHOWN}: no such file\n"),
+        (RuntimeError(EVIL), f"RuntimeError: {SHOWN}\nlayertap: this is a bug of ours\n"),
+    ],
+)
+def test_an_error_is_safe(
+    error: Exception, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(**_: object) -> int:
-        raise cli.UsageError(f"{EVIL}: no such file")
+        raise error
 
     monkeypatch.setattr(cli, "app", failing)
     with pytest.raises(SystemExit):
         cli.main()
-    assert capsys.readouterr().err == f"layertap: {SHOWN}: no such file\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_a_log_is_printed_without_what_its_lines_would_do_to_the_terminal() -> None:
