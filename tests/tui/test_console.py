@@ -187,7 +187,7 @@ async def test_nothing_lies_over_a_dialog(key: str) -> None:
         await pilot.press(key)
         await until_shown(pilot, "Stop it")
         assert "Cancel" in shown(app)
-        assert not app.screen.query("Toast")
+        await until(pilot, lambda: "differs" not in shown(app), "messages are cleared, also below the dialog")
         app.notify("\n".join(STACKS["summary"]), timeout=60, markup=False)  # what comes while it is there
         await until(pilot, lambda: app.screen.query("Toast"), "the message")
         await until_settled(pilot)

@@ -21,6 +21,8 @@ class Dialog(ModalScreen[T]):
     def on_mount(self) -> None:
         """See the class; a message that comes later stands at the top, see `console.tcss`."""
         self.app.clear_notifications()
+        for below in self.app.screen_stack[:-1]:
+            below.query("Toast").remove()
 
 
 class Confirm(Dialog[bool]):
