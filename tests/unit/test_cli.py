@@ -401,7 +401,7 @@ def test_without_a_profile_those_that_suit_the_host_are_listed(layertap: Callabl
     assert "base" not in listed
     lines = layertap("launch", PYTHONPATH=str(FAKE_SGLANG)).stdout.splitlines()
     assert {line[:2] + line[2:].split()[0] for line in lines[1:]} == {
-        f"{'-' if one['differs'] else '+'} {name}" for name, one in listed.items()
+        f"{'?' if one['differs'] else '+'} {name}" for name, one in listed.items()
     }
     if not json.loads(ran.stdout)["situation"]["gpus"]:
         assert listed["embedded-llama"]["differs"] == []
