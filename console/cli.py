@@ -12,6 +12,7 @@ from cyclopts import CycloptsError
 from backends.errors import ExitCode, LayertapError, UsageError
 from console import data_verbs, server_verbs  # noqa: F401 - they register their verbs
 from console.options import COMMON, Common, Port, app, host_path, open_host
+from console.words.printable import printable
 
 if TYPE_CHECKING:
     from console.demo import Follow, Say
@@ -108,7 +109,7 @@ def main() -> None:
     except CycloptsError:
         code = ExitCode.USAGE
     except LayertapError as error:
-        sys.stderr.write(f"layertap: {error}\n")
+        sys.stderr.write(f"layertap: {printable(str(error))}\n")
         code = error.exit_code
     except KeyboardInterrupt:
         code = ExitCode.INTERRUPTED
@@ -118,7 +119,6 @@ def main() -> None:
     except Exception:
         import traceback
 
-        traceback.print_exc()
-        sys.stderr.write("layertap: this is a bug of ours\n")
+        sys.stderr.write(f"{printable(traceback.format_exc())}layertap: this is a bug of ours\n")
         code = ExitCode.OUR_BUG
     sys.exit(int(code) if isinstance(code, int) else 0)

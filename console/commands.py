@@ -62,7 +62,7 @@ class Command:
 
 
 COMMANDS = (
-    Command("view.dashboard", "escape", "Back", "back to the dashboard", "status"),
+    Command("view.dashboard", "escape", "Back", "back to the dashboard; on it, messages are cleared", "status"),
     Command("view.logs", "l", "Logs", "live log of the server and of the extraction", "logs", footer=True),
     Command("view.extract", "x", "Extract", "start an extraction, or watch it", "extract", footer=True),
     Command("view.samples", "a", "Samples", "samples of the dataset, token by token", "sample"),
@@ -80,9 +80,10 @@ COMMANDS = (
             changes=True, refusal=extraction_running),
     Command("link.retry", "R", "Connect again", "try a link that failed once more", refusal=link_failed),
     Command("theme.next", "T", "Theme", "the next theme"),
-    Command("bundle", "ctrl+b", "Support bundle", "logs, state and this screen in one file, secrets masked", "bundle",
+    Command("bundle", "ctrl+b", "Support bundle",
+            "logs, state and this screen in one file in the current folder, secrets masked", "bundle",
             refusal=connected),
-    Command("screenshot", "ctrl+s", "Picture", "write this screen to an SVG file"),
+    Command("screenshot", "ctrl+s", "Picture", "write this screen to an SVG file in the current folder"),
     Command("quit", "ctrl+q", "Quit", "leave the console; whatever runs on the host goes on", footer=True),
 )  # fmt: skip
 

@@ -10,24 +10,27 @@ from typing import Any
 import msgspec
 
 from backends.logs import LogCursor
+from backends.sglang import mask_text
 from console.demo import Demo
+from console.log_lines import clean, redrawn
 from console.session import Session
 from console.words import figures, of_host, of_run, of_server
+from console.words.printable import printable
 
 
 def out(data: Any, as_json: bool, text: Callable[[Any], Iterable[str]]) -> None:
-    """Print data: one JSON object on one line, or lines of text."""
+    """Print data: one JSON object on one line, as it is, or lines of text, safe to show."""
     if as_json:
         sys.stdout.write(msgspec.json.encode(data).decode() + "\n")
     else:
-        sys.stdout.write("".join(f"{line}\n" for line in text(data)))
+        sys.stdout.write("".join(f"{printable(line)}\n" for line in text(data)))
     sys.stdout.flush()
 
 
 def say(text: str) -> None:
     """Narrate."""
     ProgressLine.clear()
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{printable(text)}\n")
     sys.stderr.flush()
 
 
@@ -40,6 +43,7 @@ class ProgressLine:
     def show(cls, text: str) -> None:
         """Replace the line."""
         if sys.stderr.isatty():
+            text = printable(text)
             sys.stderr.write(f"\r{text[:110]}{' ' * max(0, cls.shown - len(text))}")
             sys.stderr.flush()
             cls.shown = len(text[:110])
@@ -147,6 +151,13 @@ def show_demo(make: Callable[[Callable[[str], None], Callable[[dict[str, Any]], 
         ProgressLine.clear()
         demo.stop()
     return demo.outcome()
+
+
+def log_text(data: bytes) -> str:
+    """Lines of a log as they are printed: secrets masked, of a bar its last drawing, and no escape sequences."""
+    lines = data.decode(errors="replace").split("\n")
+    drawn = (part for text in lines for part in (redrawn(text) if "\r" in text else (text,)))
+    return mask_text("\n".join(map(clean, drawn)))
 
 
 def follow_log(session: Session, path: str, follow: bool) -> Iterator[bytes]:

@@ -14,6 +14,7 @@ from backends.host import Host, LocalHost, Reconnecting, find_python
 from backends.sglang import load_profiles
 from console.config import Config, HostConfig
 from console.session import Session
+from console.words.printable import printable
 
 if TYPE_CHECKING:
     from backends.ssh import Ask, Question
@@ -74,10 +75,11 @@ def ask_on_terminal(question: Question) -> str | None:
     """Put a question to the person at the terminal; None for no answer."""
     try:
         if question.kind == "host_key":
-            sys.stderr.write(f"{question.text}\n{question.fingerprint}\nIs it the right one? (yes, or anything else) ")
+            asked = f"{question.text}\n{question.fingerprint}\nIs it the right one? (yes, or anything else) "
+            sys.stderr.write(printable(asked))
             sys.stderr.flush()
             return sys.stdin.readline().strip() or None
-        return getpass.getpass(f"{question.text}: ") or None
+        return getpass.getpass(f"{printable(question.text)}: ") or None
     except EOFError:
         return None
     except KeyboardInterrupt:

@@ -15,6 +15,7 @@ from cyclopts import App, Group, Parameter
 from backends.errors import UsageError
 from backends.ports import require_port
 from console import VERSION
+from console.words.printable import printable
 
 if TYPE_CHECKING:
     from backends.sglang import Overrides
@@ -140,7 +141,7 @@ def open_host(common: Common) -> Iterator[Session]:
     )
     try:
         for note in session.host.state.notes:
-            sys.stderr.write(f"layertap: {note}\n")
+            sys.stderr.write(f"layertap: {printable(note)}\n")
         yield session
     finally:
         session.host.close()

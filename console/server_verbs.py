@@ -214,7 +214,6 @@ def logs(
         port: port of the server, where several run.
         follow: go on as the log grows, until Ctrl+C.
     """
-    from backends.sglang import mask_text
     from console import headless
 
     with open_host(common) as session:
@@ -224,9 +223,9 @@ def logs(
             for data in headless.follow_log(session, found["log"], follow):
                 whole, _, rest = (rest + data).rpartition(b"\n")
                 if whole:
-                    sys.stdout.write(mask_text(whole.decode(errors="replace")) + "\n")
+                    sys.stdout.write(headless.log_text(whole) + "\n")
                     sys.stdout.flush()
-            sys.stdout.write(mask_text(rest.decode(errors="replace")))
+            sys.stdout.write(headless.log_text(rest))
         except KeyboardInterrupt:
             return ExitCode.INTERRUPTED
         return ExitCode.OK

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.theme import BUILTIN_THEMES
 
@@ -19,8 +20,10 @@ from console import bundle, themes
 from console.commands import BY_ID, COMMANDS
 from console.config import Config, ConsoleConfig
 from console.feed import Feed
+from console.headless import say
 from console.hosts import LOCAL, known, look, open_session
 from console.session import Session, going_on
+from console.tui.safe_lines import SafeLines
 from console.tui.screens.base import HostScreen
 from console.tui.screens.dashboard import DashboardScreen
 from console.tui.screens.dialogs import Confirm, HostKey, Secret
@@ -34,12 +37,14 @@ from console.tui.screens.samples import SamplesScreen
 from console.tui.screens.server import ServerScreen
 from console.tui.screens.try_prompt import TryScreen
 from console.words import of_server
+from console.words.printable import printable
 
 T = TypeVar("T")
 SHOW_SECONDS = 0.25
 THEME_SECONDS = 2.0
 TERMINAL_SECONDS = 1.0
 DEFAULTS = ConsoleConfig()
+SAFE = SafeLines()
 
 VIEWS: dict[str, Callable[[Feed], Screen[None]]] = {
     "view.extract": ExtractScreen,
@@ -74,7 +79,7 @@ def run(host: str, config: Config, python: str | None, accept: str | None, *, re
     finally:
         app.feed.close()
     for text in app.parting:
-        sys.stderr.write(f"{text}\n")
+        say(text)
     return app.return_code or 0
 
 
@@ -177,6 +182,14 @@ class Console(App[None], inherit_bindings=False):
         else:
             self.push_screen(Secret(question), answered)
 
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """See `App`."""
+        return [*super().get_line_filters(), SAFE]
+
+    def notify(self, message: str, *, title: str = "", **known: Any) -> None:
+        """See `App`."""
+        super().notify(printable(message), title=printable(title), **known)
+
     # --- Commands ---
 
     async def action_command(self, name: str) -> None:
@@ -188,6 +201,8 @@ class Console(App[None], inherit_bindings=False):
         if refusal:
             self.notify(f"{command.label}: {refusal}", severity="warning", markup=False)
         elif name == "view.dashboard":
+            if len(self.screen_stack) <= 2:
+                self.clear_notifications()
             self._back()
         elif view := self._view(name):
             self._back()

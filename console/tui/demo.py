@@ -13,7 +13,7 @@ from backends.errors import LayertapError
 from console.config import ConsoleConfig
 from console.demo import Demo, Follow, Say
 from console.feed import aside
-from console.session import Session
+from console.session import Session, going_on
 from console.tui.app import Console, Hosts
 from console.tui.screens.dialogs import Confirm
 
@@ -73,6 +73,10 @@ class DemoConsole(Console):
             self.notify(self._said.popleft(), title=time.strftime("%H:%M:%S"), timeout=15, markup=False)
 
     def _do_quit(self) -> None:
+        if self._is_stopped():
+            self.exit()
+            return
+
         def confirmed(yes: bool | None) -> None:
             if yes:
                 self.run_worker(leaving())
@@ -83,6 +87,12 @@ class DemoConsole(Console):
             self.exit()
 
         self.push_screen(Confirm("Leave, and stop the demo's server?", "Stop it and leave"), confirmed)
+
+    def _is_stopped(self) -> bool:
+        """Whether its server was stopped, or died, so that there is nothing to ask."""
+        ours = self._demo.server if self._demo else None
+        shown = self.feed.snapshot()["server"]
+        return bool(ours and shown and shown["id"] == ours["id"] and not going_on(shown))
 
     def stop_demo(self) -> None:
         """Stop its server, unless it is stopped already."""

@@ -56,6 +56,11 @@ def norm(value: float | None) -> str:
     return "?" if value is None else f"{value:.4g}"
 
 
+def sign(fatal: bool) -> str:
+    """`!` for what is wrong, `?` for what is doubtful."""
+    return "!" if fatal else "?"
+
+
 def bar(done: int, total: int, width: int = 20) -> str:
     """How much is done, as a bar; nothing where there is nothing to do."""
     filled = done * width // total if total else 0

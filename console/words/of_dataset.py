@@ -43,7 +43,7 @@ def plan(made: dict[str, Any]) -> Iterator[str]:
 
 def alarm_lines(alarm: dict[str, Any]) -> Iterator[str]:
     """An alarm, and the first rows that have it."""
-    yield f"{'!!' if alarm['fatal'] else '!'} {alarm['count']:,} rows: {alarm['what']}; {alarm['remedy']}"
+    yield f"{figures.sign(alarm['fatal'])} {alarm['count']:,} rows: {alarm['what']}; {alarm['remedy']}"
     for odd in alarm["rows"][:ODD_SHOWN]:
         yield f"    {odd['file']}:{odd['line']}: {odd['seen']}"
 
@@ -59,7 +59,7 @@ def chosen_rows(made: dict[str, Any]) -> Iterator[str]:
         yield f"{where}: {row['tokens']:,} tokens{cut}, {row['masked_tokens']:,} in the loss, [ ]:"
         yield f"  {row['text']}"
         for name, seen in row["alarms"].items():
-            yield f"  ! {figures.dashed(name)}: {seen}"
+            yield f"  ? {figures.dashed(name)}: {seen}"
 
 
 def tried(made: dict[str, Any]) -> Iterator[str]:
@@ -81,7 +81,7 @@ def tried(made: dict[str, Any]) -> Iterator[str]:
             what = "last layer, after the final norm" if name == "final" else "last layer, before the final norm"
         yield f"{name:<6} {state['shape']} {state['dtype']} mean {state['mean']:.4g} std {state['std']:.4g} · {what}"
     for finding in made["findings"]:
-        yield f"{'!!' if finding['fatal'] else '!'} {finding['what']}; {finding['remedy']}"
+        yield f"{figures.sign(finding['fatal'])} {finding['what']}; {finding['remedy']}"
 
 
 def sample(seen: dict[str, Any]) -> Iterator[str]:

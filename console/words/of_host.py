@@ -60,7 +60,7 @@ def candidates(found: dict[str, Any]) -> Iterator[str]:
     cards = list(dict.fromkeys(here["gpu_names"]))
     yield f"here: {here['gpus']} x {', '.join(cards)}" if here["gpus"] else "here: no GPU"
     for one in found["profiles"]:
-        yield f"{'-' if one['differs'] else '+'} {one['name']:<34} {'; '.join(one['differs']) or one['summary']}"
+        yield f"{'?' if one['differs'] else '+'} {one['name']:<34} {'; '.join(one['differs']) or one['summary']}"
 
 
 def doctor(report: dict[str, Any]) -> Iterator[str]:

@@ -17,6 +17,7 @@ SIGNS = {
     "stopped": "-",
     "unknown": "?",
 }
+OVER = ("stopped", "crashed")
 GOING_ON = ("starting", "slow_but_fine", "hang_suspected")  # verdicts of a server that may not have been up yet
 
 
@@ -41,7 +42,7 @@ def server(status: dict[str, Any]) -> Iterator[str]:
     yield f"{SIGNS[verdict['verdict']]} server {status['id']}: {verdict['verdict']}{in_phase}"
     yield f"  profile {status['details']['profile']} · SGLang {status['sglang']} · port {status['port']}"
     yield f"  {phase_bar(status)}"
-    yield f"  tensors: {status['layers'] or status['details']['layers_words'] + ', not resolved yet'}"
+    yield f"  tensors: {status['layers'] or status['details']['layers_words'] + unresolved(status)}"
     if verdict["cause"]:
         yield f"  cause: {verdict['cause']}"
     if verdict["remedy"]:
@@ -50,6 +51,11 @@ def server(status: dict[str, Any]) -> Iterator[str]:
         yield f"  - {line}"
     if status["stacks"]:
         yield f"  stacks: {status['stacks']}"
+
+
+def unresolved(status: dict[str, Any]) -> str:
+    """What follows layers that no tap has resolved; nothing where the server is over, and its tap with it."""
+    return "" if status["verdict"]["verdict"] in OVER else ", not resolved yet"
 
 
 def probed(made: dict[str, Any]) -> Iterator[str]:
@@ -155,6 +161,6 @@ def launch(merged: dict[str, Any]) -> Iterator[str]:
 
 def suits(differs: list[str] | None) -> Iterator[str]:
     """Whether host and model are what a profile is for; nothing where nobody looked, or where it is for any."""
-    yield from (f"! {one}" for one in differs or [])
+    yield from (f"? {one}" for one in differs or [])
     if differs == []:
         yield "# host and model are what the profile is for"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from fnmatch import fnmatch
 from typing import Any
 
+from helpers import ROOT
 from scenes import SCENES, MadeFeed
 from textual.pilot import Pilot
 
@@ -27,6 +29,11 @@ def console(
     """A console that shows a scene; its feed is `app.feed`."""
     hosts = Hosts(["local", "gpu-host-1"], lambda name: MadeFeed(SCENES[scene], name, answers), look)
     return Console(hosts, "gpu-host-1", config or ConsoleConfig(animations=False), **known)
+
+
+def ignored(name: str) -> bool:
+    """Whether a checkout in which the console was started leaves this file alone."""
+    return any(fnmatch(f"/{name}", pattern) for pattern in (ROOT / ".gitignore").read_text().splitlines())
 
 
 def shown(app: Console) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from consoles import console, until, until_shown
+from consoles import console, ignored, until, until_shown
 from scenes import MadeSession
 
 from backends.errors import LayertapError
@@ -30,6 +30,7 @@ async def test_its_key_writes_the_screen_too(tmp_path: Path, monkeypatch: pytest
         await pilot.press("ctrl+b")
         await until(pilot, lambda: list(tmp_path.glob("layertap-bundle-*.tar.gz")), "written")
     (path,) = tmp_path.glob("layertap-bundle-*.tar.gz")
+    assert ignored(path.name)
     with tarfile.open(path) as tar:
         assert sorted(name.rpartition("/")[2] for name in tar.getnames()) == ["log.txt", "masked.json"]
     ((_, parameters),) = [(name, given) for name, given in app.feed.asked if name == "bundle"]

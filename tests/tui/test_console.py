@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from consoles import console, shown, until, until_shown
-from scenes import SCENES
+from consoles import console, ignored, shown, until, until_settled, until_shown
+from scenes import AT, SCENES, dumps, server, snapshot
 
 from console.commands import COMMANDS
 from console.config import ConsoleConfig
@@ -157,6 +157,60 @@ async def test_the_stacks_are_summarised_with_their_file() -> None:
         assert asked(app, "stacks") == [{"run_id": "server-20261129-135548-a1b2"}]
 
 
+async def test_a_stopped_server_resolves_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = {"code": None, "signal": 15, "at": AT - 5.0}
+    verdict = {"verdict": "stopped", "cause": None, "remedy": None, "evidence": []}
+    stopped = server(state="exited", exit=over, stop_asked=True, verdict=verdict, tap=None, layers=None, health=None)
+    monkeypatch.setitem(SCENES, "made", snapshot(server=stopped, dumps=None))
+    app = console("made")
+    async with app.run_test(size=SIZE) as pilot:
+        await until_shown(pilot, "- STOPPED")
+        await until_shown(pilot, "tensors: outputs of layers 2, 30, 58")
+        assert "not resolved" not in shown(app)
+
+
+STACKS = {
+    "run": "server-20261129-135548-a1b2",
+    "at": 0.0,
+    "path": "/state/runs/x/stacks-20261129-140000.txt",
+    "summary": [f"scheduler_TP{rank} differs from the other 3 ranks: look at it first" for rank in range(16)],
+}
+
+
+@pytest.mark.parametrize("key", ["K", "X"])
+async def test_nothing_lies_over_a_dialog(key: str) -> None:
+    app = console(answers={"stacks": STACKS})
+    async with app.run_test(size=(80, 24), notifications=True) as pilot:
+        await until_shown(pilot, "READY")
+        await pilot.press("b")
+        await until_shown(pilot, "scheduler_TP15 differs")
+        await pilot.press(key)
+        await until_shown(pilot, "Stop it")
+        assert "Cancel" in shown(app)
+        await until(pilot, lambda: "differs" not in shown(app), "messages are cleared, also below the dialog")
+        app.notify("\n".join(STACKS["summary"]), timeout=60, markup=False)  # what comes while it is there
+        await until(pilot, lambda: app.screen.query("Toast"), "the message")
+        await until_settled(pilot)
+        assert "differs" in shown(app)
+        assert "Cancel" in shown(app)
+        assert "Stop it" in shown(app)
+
+
+async def test_escape_clears_messages_where_nothing_else_takes_it() -> None:
+    app = console(answers={"stacks": STACKS, "all": []})
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        await until_shown(pilot, "READY")
+        await pilot.press("b")
+        await until_shown(pilot, "scheduler_TP15 differs")
+        await pilot.press("r")
+        await until(pilot, lambda: "RunsScreen" in titles(app))
+        await pilot.press("escape")
+        await until(pilot, lambda: "RunsScreen" not in titles(app))
+        await until_shown(pilot, "scheduler_TP15 differs")
+        await pilot.press("escape")
+        await until(pilot, lambda: "differs" not in shown(app), "messages are cleared")
+
+
 async def test_stopping_the_extraction() -> None:
     app = console(answers={"stop": STOPPED | {"id": "extract-20261129-140200-e5f6"}})
     async with app.run_test(size=SIZE, notifications=True) as pilot:
@@ -294,6 +348,7 @@ async def test_a_picture(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None
         await until(pilot, lambda: list(tmp_path.glob("layertap-*.svg")), "written")
         (picture,) = tmp_path.glob("layertap-*.svg")
         assert "READY" in picture.read_text()
+    assert ignored(picture.name)
 
 
 # --- Hosts and leaving ---
@@ -350,3 +405,24 @@ async def test_every_state_of_the_world_fits_a_small_terminal(scene: str) -> Non
         await until_shown(pilot, "Layertap")
         for row in shown(app).splitlines():
             assert len(row) <= 80
+
+
+@pytest.mark.parametrize("size", [(80, 40), (100, 45), (120, 40), (160, 45)])
+async def test_the_dashboard_cuts_nothing_where_there_is_room_below(
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    monkeypatch.setitem(SCENES, "made", snapshot(dumps=dumps(slot_wait_seconds=75.0)))
+    app = console("made")
+    async with app.run_test(size=size) as pilot:
+        await until_shown(pilot, "Last 15 min")
+        await until_settled(pilot)
+        text = shown(app)
+    assert "…" not in text
+    for said in (
+        "native + specforge",
+        "waiting 4,019 · sent 48",
+        "(boundaries 3, 31, 59)",
+        "waited 75 s for slots",
+        "430 MB/s",
+    ):
+        assert said in text

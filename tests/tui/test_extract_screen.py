@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from consoles import shown, until, until_shown
+from consoles import shown, until, until_settled, until_shown
 from scenes import extraction, server
 from screens_shown import AGAIN, OUTPUT, PLAN, ROWS, MadeJobs, ended, made_console, quick, with_extraction
 from textual.widgets import Button, Checkbox, Input
 
 from backends.errors import ConnectionFailed, Locked, UsageError
-from console.tui.screens.extract import ExtractScreen
+from console.tui.screens.extract import BEFORE_PLAN, ExtractScreen
 from console.tui.widgets.planned import IN_LOSS, plan_lines
 
 SIZE = (120, 40)
@@ -147,6 +147,8 @@ async def test_one_that_ended_early_says_why(monkeypatch: pytest.MonkeyPatch) ->
     async with app.run_test(size=SIZE, notifications=True) as pilot:
         await open_screen(app, pilot, "! not safe to draw from: the tap is not in")
         assert "preparing" not in shown(app)
+        assert "f goes on" not in shown(app)  # the same would end the same
+        assert "-> once that is put right, f starts it again" in shown(app)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +236,7 @@ async def test_a_plan_shows_mask_sizes_and_bad_rows_and_then_it_starts(monkeypat
         text = shown(app)
         assert "native: 71.7 kB a token -> 110 MB" in text
         assert f"! {ROWS}:4: messages is a string, not a list of messages" in text
-        assert "! 1 rows: nothing is in the loss; leave these rows out" in text
+        assert "? 1 rows: nothing is in the loss; leave these rows out" in text
         assert f"{ROWS}:7: 12 tokens" in text
         assert "<|user|>a [list]?<|assistant|>[42<|end|>]" in text
         options = {
@@ -274,7 +276,7 @@ async def test_further_servers_and_a_base_models_template_are_asked_for(monkeypa
         ports.value = "30001 gpu2"
         ports.focus()
         await pilot.press("enter")
-        await until_shown(pilot, "! ports: expected a number, such as 30001 30002, and not 'gpu2'")
+        await until_shown(pilot, "! ports: expected a positive whole number, such as 30001 30002, and not 'gpu2'")
         assert jobs.started == []
         ports.value = "30001, 30002"
         await pilot.press("enter")
@@ -294,6 +296,25 @@ async def test_a_plan_is_for_what_was_asked_then(monkeypatch: pytest.MonkeyPatch
         await until(pilot, lambda: start_enabled(app))
         app.screen.query_one("#max-length", Input).value = "100"
         await until_shown(pilot, "what is asked for has changed; Enter plans it anew")
+        assert not start_enabled(app)
+
+
+async def test_a_new_form_says_nothing_of_an_earlier_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_extraction(monkeypatch, ended())
+    app = made_console(MadeJobs(plan=PLAN))
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        await open_screen(app, pilot, "f draws")
+        await pilot.press("n")
+        await until(pilot, lambda: app.screen.asking)
+        app.screen.query_one("#output", Input).value = OUTPUT
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: start_enabled(app))
+        await pilot.press("escape")
+        await until(pilot, lambda: not app.screen.asking)
+        await pilot.press("n")
+        await until_shown(pilot, BEFORE_PLAN[:40])
+        await until_settled(pilot)
+        assert BEFORE_PLAN[:40] in shown(app)
         assert not start_enabled(app)
 
 
@@ -360,13 +381,19 @@ async def test_what_keeps_a_plan_from_being_made(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"rows": ""}, "give a rows file and a folder for the dataset"),
+        ({"rows": "", "output": ""}, "give a rows file and a folder for the dataset"),
+        ({"rows": ""}, "give a rows file"),
+        ({"output": " "}, "give a folder for the dataset"),
+        ({"max-length": "-5"}, "max length: expected a positive whole number, such as 4096, and not '-5'"),
+        ({"max-length": "0"}, "max length: expected a positive whole number, such as 4096, and not '0'"),
         ({"prompt-column": "q"}, "prompt_column and response_column go together"),
-        ({"max-length": "0"}, "max_length is 0: it must be at least 1 token"),
-        ({"max-length": "-"}, "max length: expected a number, such as 4096, and not '-'"),
-        ({"max-length": "1_"}, "max length: expected a number, such as 4096, and not '1_'"),
-        ({"restart-server": "-"}, "launch it again: expected a number, such as 2, and not '-'"),
-        ({"restart-server": "9" * 5000}, "launch it again: expected a number, such as 2, and not '9999999"),
+        ({"max-length": "-"}, "max length: expected a positive whole number, such as 4096, and not '-'"),
+        ({"max-length": "1_"}, "max length: expected a positive whole number, such as 4096, and not '1_'"),
+        ({"restart-server": "-"}, "launch it again: expected a whole number, 0 or more, such as 2, and not '-'"),
+        (
+            {"restart-server": "9" * 5000},
+            "launch it again: expected a whole number, 0 or more, such as 2, and not '9999999",
+        ),
     ],
 )
 async def test_a_form_that_cannot_be_planned(

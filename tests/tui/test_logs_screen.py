@@ -176,6 +176,11 @@ async def test_a_bad_filter_is_said_in_one_line_and_can_be_mended() -> None:
         await pilot.press("f")
         await until(pilot, lambda: isinstance(app.focused, Input))
         assert app.screen.query_one(Input).value == "/(/"
+        await pilot.press("escape")
+        await opened(pilot, app)
+        await answer(pilot, app, "f", "")
+        await until(pilot, lambda: "filter" not in head(app)[1])
+        assert foot(app).startswith("line ")
 
 
 @pytest.mark.asyncio

@@ -127,7 +127,7 @@ async def test_a_page_at_a_time(monkeypatch: Any, dataset: Path, answers: dict[s
         await until_shown(pilot, "8 to 10 of 10 samples")
         await until_shown(pilot, "! sample 7 failed")
         await pilot.press("slash", *"99999999999999999999", "enter")
-        await until_shown(pilot, "sample: expected a number, such as 4412")
+        await until_shown(pilot, "sample: expected a whole number")
 
 
 async def test_a_running_extraction_moves_them(monkeypatch: Any, dataset: Path, answers: dict[str, Any]) -> None:

@@ -106,16 +106,16 @@ async def test_whether_host_and_model_are_what_a_profile_is_for() -> None:
         await opened(pilot)  # the embedded engine's profile is for any host
         app.screen.query_one("#model", Input).value = "/models/another"
         app.screen.query_one("#profile", Select).value = "kimi-k2_5-int4-8x-rtxpro6000"
-        await until_shown(pilot, "! it is for compute capability 12.0, and here is 9.0")
+        await until_shown(pilot, "? it is for compute capability 12.0, and here is 9.0")
         assert asked(app, "situation")[-1] == {"model": "/models/another"}
-        await until_shown(pilot, "! it is for GPUs without NVLink, and these are not")
+        await until_shown(pilot, "? it is for GPUs without NVLink, and these are not")
         suited = Situation(
             gpus=8, cc="12.0", vram_gib=95.6, nvlink=False, architecture="KimiK25ForConditionalGeneration"
         )
         app.feed.answers["situation"] = suited
         app.screen.query_one("#model", Input).value = "/models/kimi"
         await until_shown(pilot, "# host and model are what the profile is for")
-        assert "! it is for" not in shown(app)
+        assert "? it is for" not in shown(app)
 
 
 async def test_what_a_probe_showed() -> None:
@@ -186,10 +186,10 @@ async def test_what_would_start_follows_the_form() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "fault"),
     [
-        ("#layers", "2 x", "layers: expected a number, such as 2 30 58, and not 'x'"),
+        ("#layers", "2 x", "layers: expected a whole number, 0 or more, such as 2 30 58, and not 'x'"),
         ("#layers", "2 2", "at least one layer, and none twice"),
         ("#port", "70000", "port 70000: there are ports 1 to 65535, choose one of them"),
-        ("#port", "", "port: expected a number, such as 30000, and not ''"),
+        ("#port", "", "port: expected a positive whole number, such as 30000, and not ''"),
         ("#set", "'", "more arguments: No closing quotation"),
         ("#set", "host=0.0.0.0", "loopback"),
     ],

@@ -59,7 +59,10 @@ async def test_as_a_chat_message() -> None:
     async with app.run_test(size=SIZE) as pilot:
         await pilot.press("t")
         await until_shown(pilot, "a prompt")
-        await pilot.press("ctrl+t", *"Hi", "enter")
+        assert "[ ] as a chat message" in shown(app)  # a sign, which also a terminal without colours has
+        await pilot.press("ctrl+t")
+        await until_shown(pilot, "[x] as a chat message")
+        await pilot.press(*"Hi", "enter")
         await until(pilot, lambda: asked(app, "start"), "asked")
     assert asked(app, "start")[0]["job"] == {"text": "Hi", "chat": True}
 
@@ -161,3 +164,24 @@ async def test_a_run_that_goes_on_lasts_longer_and_longer(monkeypatch: pytest.Mo
         await until_shown(pilot, "2 h 0 m")
         assert shown(app).count("90 s") == 1  # what has ended lasts no longer
         assert app.screen.query_one(Table).cursor_row == 1
+
+
+@pytest.mark.parametrize(("width", "lasted"), [(80, False), (100, True), (160, True)])
+async def test_what_a_run_is_of_has_room_at_every_width(width: int, lasted: bool) -> None:
+    runs = [
+        run("extract-20261129-140200-e5f6", details={"output": "/data/hs/kimi-v3"}),
+        run("server-20261129-135548-a1b2", details={"profile": "kimi-k2_5-int4-8x"}, port=30000),
+    ]
+    app = console(answers={"all": runs, "run": runs[0]})
+    async with app.run_test(size=(110, 30)) as pilot:
+        await pilot.press("r")
+        await until_shown(pilot, "lasted")
+        await pilot.resize_terminal(width, 30)
+        await until(pilot, lambda: ("lasted" in head(app)) == lasted, "columns follow the width")
+        assert "/data/hs/kimi-v3" in shown(app)
+        assert "port 30000  kimi-k2" in shown(app)
+        await until_shown(pilot, ", lasted 90 s")
+
+
+def head(app: Any) -> str:
+    return next((row for row in shown(app).splitlines() if "began" in row), "lasted?")

@@ -348,7 +348,7 @@ def dry_run(layertap: Callable[..., Ran], python: Path | str, **env: str) -> tup
 def check_dry_run(lines: list[str], data: dict[str, Any], version: str) -> None:
     assert lines[0] == f"# profile {FIRST_CASE} for SGLang {version}; layers: outputs of layers 2, 30, 58"
     differs, settings = lines[1 : 1 + len(data["differs"])], lines[1 + len(data["differs"]) :]
-    assert differs == [f"! {one}" for one in data["differs"]]
+    assert differs == [f"? {one}" for one in data["differs"]]
     for line in settings:
         assert re.fullmatch(r"\S.*  # .*\[[\w.-]+( line)?\]", line), line
     assert "HF_TOKEN=***" in [line.split("  #")[0].strip() for line in lines]
@@ -401,7 +401,7 @@ def test_without_a_profile_those_that_suit_the_host_are_listed(layertap: Callabl
     assert "base" not in listed
     lines = layertap("launch", PYTHONPATH=str(FAKE_SGLANG)).stdout.splitlines()
     assert {line[:2] + line[2:].split()[0] for line in lines[1:]} == {
-        f"{'-' if one['differs'] else '+'} {name}" for name, one in listed.items()
+        f"{'?' if one['differs'] else '+'} {name}" for name, one in listed.items()
     }
     if not json.loads(ran.stdout)["situation"]["gpus"]:
         assert listed["embedded-llama"]["differs"] == []

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from console.tui.screens.help import SIGNS
+from console.tui.widgets.panel import SIGN_STYLES
 from console.words import figures, of_dataset, of_host, of_run, of_server, of_snapshot
 
 # --- Numbers ---
@@ -141,7 +143,7 @@ def test_a_server_that_crashed() -> None:
         "! server server-20260101-120000-abcd: crashed",
         "  profile mine · SGLang 0.5.23 · port 30000",
         "  weights …",
-        "  tensors: outputs of layers 2, 30, 58, not resolved yet",
+        "  tensors: outputs of layers 2, 30, 58",
         "  cause: GPU memory ran out",
         "  remedy: lower mem-fraction-static",
         "  - process gone",
@@ -494,7 +496,7 @@ def test_chosen_rows_are_shown_whole_with_what_is_odd_about_them() -> None:
     assert list(of_dataset.chosen_rows({"schema": 1, "shown": [row, bad]})) == [
         "b.parquet:17: 1,200 tokens, truncated, 3 in the loss, [ ]:",
         "  Hi[ there]",
-        "  ! bos-twice: token 1 twice",
+        "  ? bos-twice: token 1 twice",
         "b.parquet:18: messages is an empty list",
     ]
 
@@ -507,10 +509,10 @@ def test_a_plan() -> None:
         "native: 71.7 kB a token -> 682 GB",
         "specforge: 57.3 kB a token -> 546 GB",
         "/data has 2 TB free: fits",
-        "! 2 rows: nothing is in the loss; do something",
+        "? 2 rows: nothing is in the loss; do something",
         "    rows.jsonl:3: odd",
         "    rows.jsonl:17: odd",
-        "!! 9 rows: roles look alike; do something",
+        "! 9 rows: roles look alike; do something",
         *(f"    rows.jsonl:{line}: odd" for line in range(1, 6)),
         "rows.jsonl:9: 40,011 tokens, and no sample may have more than 2,049",
         "rows.jsonl:5: not JSON: Expecting value: column 1",
@@ -572,8 +574,8 @@ def test_a_try_shows_forty_tokens_and_every_finding() -> None:
     assert lines[41] == "     139  ' w39'                  1.25   1.235e+04           8          80"
     assert lines[42] == "          … and 2 more"
     assert lines[-2:] == [
-        "! SGLang 0.6.0 was not tested; look at the states twice",
-        "!! the cache is on; launch without it",
+        "? SGLang 0.6.0 was not tested; look at the states twice",
+        "! the cache is on; launch without it",
     ]
 
 
@@ -593,7 +595,7 @@ def test_a_launch() -> None:
     }
     assert list(of_server.launch(merged)) == [
         "# profile mine for SGLang 0.5.23; layers: outputs of layers 2, 30, 58",
-        "! it is for 8 GPUs, and here are none",
+        "? it is for 8 GPUs, and here are none",
         "tap memory 48 GiB      # [command line]",
         "tap writers auto       # half of the cores [default]",
         "NCCL_DEBUG=WARN        # NCCL's own errors reach the log [base]",
@@ -793,3 +795,23 @@ def test_a_run_with_its_events() -> None:
     shown["events"] = [{"at": at, "event": "ended", "code": 0, "signal": None}]
     assert list(of_run.run(shown)) == [f"{'try-1':<32} exited 0", "  2026-01-02 03:04:05  ended with code 0"]
     assert of_run.run_line({"id": "try-1", "state": "running", "exit": None}) == f"{'try-1':<32} running"
+
+
+# --- Signs ---
+
+
+def test_each_sign_means_one_thing_which_the_help_says() -> None:
+    meanings: dict[str, list[str]] = {}
+    for table in (of_server.SIGNS, of_host.CHECK_SIGNS, of_dataset.SAMPLE_SIGNS):
+        for what, sign in table.items():
+            meanings.setdefault(sign, []).append(what)
+    assert meanings == {
+        "+": ["healthy", "pass", "written"],
+        "~": ["starting", "slow_but_fine", "sent"],
+        "?": ["hang_suspected", "degraded", "unknown", "warn"],  # a server of which the tap, say, is not known
+        "!": ["crashed", "fail", "failed"],
+        "-": ["stopped", "unknown"],  # a check that this host cannot answer
+        "·": ["pending"],
+    }
+    assert set(meanings) == set(SIGNS) == {*SIGN_STYLES, "·"}
+    assert (figures.sign(True), figures.sign(False)) == ("!", "?")

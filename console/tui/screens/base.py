@@ -18,6 +18,7 @@ from console.tui.jobs import ask
 from console.tui.widgets.banner import Banner
 from console.tui.widgets.panel import Panel, joined, line
 from console.words import of_host
+from console.words.printable import printable
 
 T = TypeVar("T")
 ALWAYS = ("view.dashboard", "help")
@@ -40,7 +41,7 @@ class HostLine(Static):
         )
         left = joined([line(("Layertap", "bold"), f"  {name}"), link_words(now)])
         space = self.content_size.width - left.cell_length
-        right = next((text for text in server_words(now) if len(text) < space), "")
+        right = next((text for text in map(printable, server_words(now)) if len(text) < space), "")
         self.update(line(left, " " * (space - len(right)), (right, "$foreground-muted")))
 
 

@@ -9,13 +9,13 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
-from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from backends.errors import LayertapError
 from console.feed import Feed
 from console.tui.jobs import ask
+from console.tui.screens.dialogs import Dialog
 from console.tui.widgets.panel import line
 from console.words import figures
 
@@ -23,7 +23,7 @@ THIS = "."
 UP = ".."
 
 
-class FolderBrowser(ModalScreen[str | None]):
+class FolderBrowser(Dialog[str | None]):
     """The folders of the host, from `start` on; answers with the absolute path that was chosen, None for none."""
 
     DEFAULT_CSS = """
@@ -81,7 +81,7 @@ class FolderBrowser(ModalScreen[str | None]):
         self.path, self._left_out = found["path"], found["left_out"]
         self._entries = sorted(found["entries"], key=_order)
         self.query_one(Input).value = ""
-        said.update(self.path)
+        said.update(line(self.path))
         self._fill(posixpath.basename(before) if posixpath.dirname(before) == self.path else None)
 
     def _fill(self, come_from: str | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -10,8 +10,22 @@ from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static
 
+from console.tui.widgets.panel import line
 
-class Confirm(ModalScreen[bool]):
+T = TypeVar("T")
+
+
+class Dialog(ModalScreen[T]):
+    """Lies over a screen; what was told in its corner goes, so that nothing lies over the dialog."""
+
+    def on_mount(self) -> None:
+        """See the class; a message that comes later stands at the top, see `console.tcss`."""
+        self.app.clear_notifications()
+        for below in self.app.screen_stack[:-1]:
+            below.query("Toast").remove()
+
+
+class Confirm(Dialog[bool]):
     """Whether to go on; Cancel has the focus."""
 
     BINDINGS = [  # noqa: RUF012
@@ -26,7 +40,7 @@ class Confirm(ModalScreen[bool]):
     def compose(self) -> ComposeResult:
         """The question and two buttons."""
         with Vertical(classes="dialog"):
-            yield Static(self.text, markup=False)
+            yield Static(line(self.text), markup=False)
             with Horizontal(classes="buttons"):
                 yield Button("Cancel", id="cancel")
                 yield Button(self.yes, id="yes", variant="warning")
@@ -51,7 +65,7 @@ class HostKey(Confirm):
         )
 
 
-class Secret(ModalScreen[str | None]):
+class Secret(Dialog[str | None]):
     """A passphrase or a password; empty or Escape is no answer."""
 
     BINDINGS = [Binding("escape", "dismiss(None)", "Cancel", id="dialog.cancel")]  # noqa: RUF012
@@ -63,7 +77,7 @@ class Secret(ModalScreen[str | None]):
     def compose(self) -> ComposeResult:
         """The question, and where to type."""
         with Vertical(classes="dialog"):
-            yield Static(self.question["text"], markup=False)
+            yield Static(line(self.question["text"]), markup=False)
             if self.question["again"]:
                 yield Static("That was not it.", classes="wrong")
             yield Input(password=True, placeholder=self.question["kind"])

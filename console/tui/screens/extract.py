@@ -149,7 +149,7 @@ class ExtractScreen(HostScreen):
     def _tell(self, trouble: str) -> None:
         said = self.query_one("#trouble", Static)
         said.display = bool(trouble)
-        said.update(f"! {trouble}")
+        said.update(line(f"! {trouble}"))
 
     # --- The form ---
 
@@ -158,6 +158,8 @@ class ExtractScreen(HostScreen):
         form = self.query_one(ExtractForm)
         session = self.feed.session
         form.fill(self._run["details"] if self._run else {}, session.defaults if session else None)
+        self._set_plan(None)  # what was planned before was for another one
+        self.query_one("#plan", Static).update(BEFORE_PLAN)
         self.asking = True
         form.begin()
 

@@ -6,12 +6,20 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from console.commands import COMMANDS
+from console.tui.screens.dialogs import Dialog
 from console.tui.widgets.panel import line
 
+SIGNS = {
+    "+": "well, or done",
+    "~": "going on",
+    "!": "wrong",
+    "?": "doubtful: look at it; it may be well, or not",
+    "-": "nothing to judge: it was stopped, or could not be found out",
+    "·": "not yet",
+}
 WORDS = (
     ("live, stale", "the link's state; stale: nothing was heard for that long. Runs go on without any link."),
     ("boundary 3", "what enters layer 3: the output of layer 2, Hugging Face's hidden_states[3]"),
@@ -19,12 +27,12 @@ WORDS = (
     ("sent, verified", "sent to the server; verified: its dump was checked and is written to the dataset"),
     ("ours, stranger", "requests of the extraction, and those of anybody else: never dumped"),
     ("arena", "the memory that states are copied into in the forward; a full one slows the run, and never loses any"),
-    ("+ ~ ! ? -", "well, going on, wrong, not known, over"),
+    *SIGNS.items(),
 )
 SHOWN_KEYS = {"question_mark": "?", "escape": "esc", "slash": "/", "left": "<-", "right": "->"}
 
 
-class HelpScreen(ModalScreen[None]):
+class HelpScreen(Dialog[None]):
     """Lists the commands, then the keys of the screen below."""
 
     BINDINGS = [  # noqa: RUF012

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -16,7 +15,7 @@ from textual.widgets import DataTable, Static
 from console.feed import Feed, aside
 from console.tui.screens.base import HostScreen
 from console.tui.widgets.panel import line
-from console.tui.widgets.table import Table
+from console.tui.widgets.table import Table, cell
 from console.words import of_host
 
 ASKING = "~ asking …"
@@ -53,7 +52,7 @@ class HostsScreen(HostScreen):
         """Ask all of them."""
         table = self.query_one(Table)
         for name in self.names:
-            table.add_row(Text(name), Text(ASKING), key=name)
+            table.add_row(cell(name), cell(ASKING), key=name)
         table.focus()
         self.action_look()
 
@@ -64,11 +63,11 @@ class HostsScreen(HostScreen):
 
     async def _look(self, name: str) -> None:
         table = self.query_one(Table)
-        table.update_cell(name, "state", Text(ASKING))
+        table.update_cell(name, "state", cell(ASKING))
         found = await asyncio.wrap_future(aside(lambda: self.look(name)))
         here = "  (shown)" if name == self.feed.name else ""
         said = f"{' '.join(of_host.host_state(found))}{here}"
-        table.update_cell(name, "state", Text(said), update_width=True)
+        table.update_cell(name, "state", cell(said), update_width=True)
 
     @on(DataTable.RowSelected)
     def chosen(self, event: DataTable.RowSelected) -> None:

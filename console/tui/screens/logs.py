@@ -151,6 +151,7 @@ class LogScreen(HostScreen):
         typed = None if event.what == "time" and not event.typed else event.typed  # "" is no filter, but no time
         if typed is not None:
             self._typed[event.what] = typed
+            view.say("")  # what was wrong before may be right now
             do = {"filter": view.set_filter, "search": view.search, "time": view.jump}[event.what]
             try:
                 do(typed)

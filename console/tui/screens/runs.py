@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
-from rich.text import Text
+from rich.cells import cell_len
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable, Static
+from textual.worker import WorkType
 
 from backends.sglang import mask_text
 from console.feed import Feed
 from console.session import going_on
 from console.tui.screens.base import HostScreen
 from console.tui.widgets.panel import line
-from console.tui.widgets.table import Table
+from console.tui.widgets.table import Table, cell
 from console.words import figures, of_run, of_server
 
 RENEW_SECONDS = 2.0
-COLUMNS = (("run", 34), ("state", 12), ("began", 12), ("lasted", 10), ("what", 60))
+COLUMNS = {"run": 27, "state": 10, "began": 8, "lasted": 10, "what": 16}  # and how wide each is at least
+PADDING = 2
+SCROLLBAR = 2
 
 
 class RunsScreen(HostScreen):
@@ -37,10 +41,7 @@ class RunsScreen(HostScreen):
 
     def compose_body(self) -> ComposeResult:
         """See `HostScreen`."""
-        table = Table(zebra_stripes=True, id="runs")
-        for name, width in COLUMNS:
-            table.add_column(name, width=width, key=name)
-        yield table
+        yield Table(zebra_stripes=True, id="runs")
         with VerticalScroll(id="one", can_focus=False):
             yield Static(markup=False, id="said")
 
@@ -56,20 +57,33 @@ class RunsScreen(HostScreen):
         found = await self.ask_host(lambda session: session.host.request("all"))
         if found is None:
             return
-        table = self.query_one(Table)
-        if found == self._runs:  # but time goes on
-            for run in filter(going_on, found):
-                for (name, _), cell in zip(COLUMNS, row(run, now()), strict=True):
-                    table.update_cell(run["id"], name, Text(cell))
+        if found != self._runs:
+            chosen = self._chosen()
+            self._runs = found
+            self._fill(chosen)
             return
-        chosen = self._chosen()
-        self._runs = found
-        table.clear()
-        for run in found:
-            table.add_row(*map(Text, row(run, now())), key=run["id"])
-        ids = [run["id"] for run in found]
-        if chosen in ids:
-            table.move_cursor(row=ids.index(chosen), animate=False)
+        table = self.query_one(Table)
+        for run in filter(going_on, found):  # time goes on
+            for name, text in row(run, now()).items():
+                if name in table.columns:
+                    table.update_cell(run["id"], name, cell(text, overflow="ellipsis"))
+
+    def _fill(self, chosen: str | None) -> None:
+        """Columns for the width that there is, and a row a run; the cursor goes to the chosen one."""
+        table = self.query_one(Table)
+        rows = {run["id"]: row(run, now()) for run in self._runs}
+        fitting = widths([*rows.values()], table.size.width)
+        table.clear(columns=True)
+        for name, width in fitting.items():
+            table.add_column(name, width=width, key=name)
+        for name, cells in rows.items():
+            table.add_row(*(cell(cells[column], overflow="ellipsis") for column in fitting), key=name)
+        if chosen in rows:
+            table.move_cursor(row=[*rows].index(chosen), animate=False)
+
+    def on_resize(self) -> None:
+        """Columns follow the width."""
+        self.call_after_refresh(lambda: self._fill(self._chosen()))
 
     def _chosen(self) -> str | None:
         table = self.query_one(Table)
@@ -88,7 +102,8 @@ class RunsScreen(HostScreen):
     def chosen(self, event: DataTable.RowHighlighted) -> None:
         """Show the run under the cursor."""
         if event.row_key.value:
-            self.run_worker(self._show_one(event.row_key.value), exclusive=True, group="one")
+            show: WorkType[None] = partial(self._show_one, event.row_key.value)  # no coroutine before its time
+            self.run_worker(show, exclusive=True, group="one")
 
     async def _show_one(self, run_id: str) -> None:
         kind = "status" if run_id.startswith("server-") else "run"
@@ -102,8 +117,17 @@ def now() -> float:
     return time.time()
 
 
-def row(run: dict[str, Any], at: float) -> list[str]:
-    """A run's cells."""
+def widths(rows: list[dict[str, str]], width: int) -> dict[str, int]:
+    """Columns with their widths; what a run is of gets the rest, and where that is too little, `lasted` goes."""
+    fitting = {name: max([least, *(cell_len(cells[name]) for cells in rows)]) for name, least in COLUMNS.items()}
+    rest = width - sum(wide + PADDING for name, wide in fitting.items() if name != "what") - PADDING - SCROLLBAR
+    if rest < COLUMNS["what"]:
+        rest += fitting.pop("lasted") + PADDING
+    return fitting | {"what": max(rest, COLUMNS["what"])}
+
+
+def row(run: dict[str, Any], at: float) -> dict[str, str]:
+    """A run's cells by their columns."""
     ended = run["exit"]
     if ended is None:
         state = {"running": "~ running", "starting": "~ starting", "died": "! died"}.get(run["state"], run["state"])
@@ -111,16 +135,27 @@ def row(run: dict[str, Any], at: float) -> list[str]:
         state = f"- signal {ended['signal']}" if run["stop_asked"] else f"! signal {ended['signal']}"
     else:
         state = "+ ended" if ended["code"] == 0 else "- stopped" if run["stop_asked"] else f"! exit {ended['code']}"
-    lasted = (ended["at"] if ended else at) - run["created"]
-    known = ended is not None or going_on(run)
     what = run["details"].get("profile") or run["details"].get("output") or run["details"].get("rows") or ""
     port = f"port {run['port']}  " if run["port"] else ""
-    return [run["id"], state, _when(run["created"], at), figures.duration(lasted) if known else "?", f"{port}{what}"]
+    return {
+        "run": run["id"],
+        "state": state,
+        "began": _when(run["created"], at),
+        "lasted": _lasted(run, at),
+        "what": f"{port}{what}",
+    }
+
+
+def _lasted(run: dict[str, Any], at: float) -> str:
+    ended = run["exit"]
+    known = ended is not None or going_on(run)
+    return figures.duration((ended["at"] if ended else at) - run["created"]) if known else "?"
 
 
 def told(run: dict[str, Any]) -> list[str]:
     """One run in lines: how it went, what happened, where its files are, and what was started."""
-    lines = [*of_run.run(run)]
+    head, *events = of_run.run(run)
+    lines = [f"{head}, lasted {_lasted(run, now())}" if run["exit"] else head, *events]
     if "phases" in run:
         lines += of_server.server(run)
     elif run["kind"] == "extract":

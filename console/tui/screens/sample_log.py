@@ -8,14 +8,14 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from backends.sglang import mask_text
+from console.tui.screens.dialogs import Dialog
 from console.tui.widgets.panel import line
 
 
-class SampleLog(ModalScreen[None]):
+class SampleLog(Dialog[None]):
     """The lines that name it, and those around them."""
 
     DEFAULT_CSS = "SampleLog .dialog { width: 96%; height: auto; }"

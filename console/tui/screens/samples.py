@@ -204,7 +204,7 @@ class SamplesScreen(HostScreen):
                 f"{sample['file']}:{sample['line']}",
             ]
         )
-        said.update(Content("\n").join([head, Content(sample["reason"])]) if sample["reason"] else head)
+        said.update(Content("\n").join([head, line(sample["reason"])]) if sample["reason"] else head)
 
     @on(DataTable.RowSelected)
     def open(self) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Group
 from rich.table import Table
-from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -27,7 +26,8 @@ from console.session import Session
 from console.tui.jobs import finish_job
 from console.tui.screens.base import HostScreen
 from console.tui.widgets.overview import ServerPanel
-from console.tui.widgets.panel import Panel, line, wrapped
+from console.tui.widgets.panel import SIGN_STYLES, Panel, line, wrapped
+from console.tui.widgets.table import cell
 from console.typed import whole, wholes
 from console.words import figures, of_server
 
@@ -58,8 +58,8 @@ class GatePanel(Panel):
             return [line(("+ safe to draw from", "$text-success"), ": no rule of the gate objects")]
         lines = []
         for finding in self.findings:
-            sign, style = ("! ", "$text-error") if finding["fatal"] else ("? ", "$text-warning")
-            lines += wrapped(finding["what"], width, style, sign, "  ")
+            sign = figures.sign(finding["fatal"])
+            lines += wrapped(finding["what"], width, SIGN_STYLES[sign], f"{sign} ", "  ")
             lines += wrapped(finding["remedy"], width, "", "  -> ", "     ")
         return lines
 
@@ -271,7 +271,7 @@ class ServerScreen(HostScreen):
         return [title, *[f"  {one}" for one in changed], ""]
 
     def _merge(self, session: Session, profile: str) -> tuple[Launch, LayerChoice]:
-        port = whole(self.query_one("#port", Input).value, "port", "30000")
+        port = whole(self.query_one("#port", Input).value, "port", "30000", least=1)
         try:
             more = shlex.split(self.query_one("#set", Input).value)
         except ValueError as error:
@@ -321,10 +321,10 @@ def settings_table(launch: dict[str, Any]) -> Table:
     table.add_column(ratio=5)
     table.add_column(ratio=6, style="dim")
     for name, value, why in launch["env"]:
-        table.add_row(Text(f"{name}={value}"), Text(why))
+        table.add_row(cell(f"{name}={value}"), cell(why))
     for name, value, why in launch["tap"]:
         if value is not None:
-            table.add_row(Text(f"tap {name} {value}"), Text(why))
+            table.add_row(cell(f"tap {name} {value}"), cell(why))
     for name, value, why in launch["args"]:
-        table.add_row(Text(f"--{name}" if value is True else f"--{name} {value}"), Text(why))
+        table.add_row(cell(f"--{name}" if value is True else f"--{name} {value}"), cell(why))
     return table

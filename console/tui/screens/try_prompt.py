@@ -6,12 +6,13 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, VerticalScroll
-from textual.widgets import Checkbox, Input, Static
+from textual.widgets import Input, Static
 
 from backends.errors import LayertapError
 from console.extraction import live_port
 from console.tui.jobs import finish_job
 from console.tui.screens.base import HostScreen
+from console.tui.widgets.check import Check
 from console.tui.widgets.panel import line
 from console.words import of_dataset
 
@@ -25,7 +26,7 @@ class TryScreen(HostScreen):
         """See `HostScreen`."""
         with Horizontal(id="prompt"):
             yield Input(placeholder="a prompt, taken as it is; Enter sends it", id="text")
-            yield Checkbox("as a chat message", id="chat", compact=True)
+            yield Check("as a chat message", id="chat")
         with VerticalScroll(id="outcome"):
             yield Static(markup=False, id="said")
 
@@ -35,13 +36,13 @@ class TryScreen(HostScreen):
 
     def action_toggle_chat(self) -> None:
         """Through the chat template, or not."""
-        self.query_one(Checkbox).toggle()
+        self.query_one(Check).toggle()
 
     @on(Input.Submitted)
     def send(self, event: Input.Submitted) -> None:
         """Send it, unless one is under way."""
         if event.value and self.may_change():
-            chat = self.query_one(Checkbox).value
+            chat = self.query_one(Check).value
             self.run_worker(self._try(event.value, chat), exclusive=True, group="try")
 
     async def _try(self, text: str, chat: bool) -> None:
@@ -53,4 +54,4 @@ class TryScreen(HostScreen):
         except LayertapError as error:
             said.update(line((f"! {error}", "$text-error")))
         else:
-            said.update("\n".join(of_dataset.tried(result)))
+            said.update(line("\n".join(of_dataset.tried(result))))

@@ -129,8 +129,9 @@ class ExtractForm(Grid):
         if why := no_tensors(now):
             raise UsageError(why)
         rows, output = self._text("rows"), self._text("output")
-        if not rows or not output:
-            raise UsageError("give a rows file and a folder for the dataset")
+        missing = [*([] if rows else ["a rows file"]), *([] if output else ["a folder for the dataset"])]
+        if missing:
+            raise UsageError(f"give {' and '.join(missing)}")
         tap = now["server"]["tap"]
         formats = [name for name in FORMATS if self._checked(f"format-{name}")]
         if not formats:
@@ -142,7 +143,7 @@ class ExtractForm(Grid):
         options = {
             "prompt_column": self._text("prompt-column") or None,
             "response_column": self._text("response-column") or None,
-            "max_length": whole(longest, "max length", "4096") if longest else None,
+            "max_length": whole(longest, "max length", "4096", least=1) if longest else None,
             "overlong": "truncate" if self._checked("truncate") else "skip",
             "last_turn_only": self._checked("last-turn-only"),
             "allow_ignored_roles": self._checked("allow-ignored-roles"),
@@ -154,7 +155,7 @@ class ExtractForm(Grid):
             options,
             allow_volatile=self._checked("allow-volatile"),
             restart_server=whole(self._text("restart-server") or "0", "launch it again", "2"),
-            beside_ports=wholes(self._text("beside-ports"), "ports", "30001 30002"),
+            beside_ports=wholes(self._text("beside-ports"), "ports", "30001 30002", least=1),
         )
 
     def is_same(self, asked: dict[str, Any], now: dict[str, Any]) -> bool:

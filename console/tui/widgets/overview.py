@@ -17,6 +17,7 @@ EVIDENCE_SHOWN = 5
 SPANS = (1, 2, 5, 15)  # minutes that the time line is long
 HOLDS = 3.0  # seconds for which a sample is taken to hold
 SOMETIMES = frozenset({"tune", "graphs", "draft"})  # phases that many launches skip
+BEFORE_DRAWING = ("preparing", "tokenising", "probing")  # phases of an extraction
 
 Now = dict[str, Any]
 
@@ -45,7 +46,7 @@ class ServerPanel(Panel):
             yield line(
                 ("tensors: ", "$foreground-muted"),
                 server["details"]["layers_words"],
-                (", not resolved yet", "$foreground-muted"),
+                (of_server.unresolved(server), "$foreground-muted"),
             )
             return
         yield line(("tensors: ", "$foreground-muted"), server["layers"])
@@ -156,7 +157,7 @@ def extraction_lines(run: dict[str, Any], width: int) -> Iterable[Content]:
     formats = f"  {' + '.join(details['formats'])}" if details.get("formats") else ""
     source = str(details["rows"]).rpartition("/")[2]
     yield line((f"{sign} {name}", f"bold {SIGN_STYLES[sign]}"), f"   {source} -> {details['output']}{formats}")
-    if progress and progress["phase"] not in ("preparing", "tokenising", "probing"):
+    if progress and progress["phase"] not in BEFORE_DRAWING:
         yield from _progress_lines(progress, width)
         if not going_on(run) and run["exit"]:
             yield _muted(f"ended {figures.when(run['exit']['at'])}")
@@ -388,7 +389,7 @@ def _unknown(now: Now, text: str) -> str:
 
 
 def _muted(text: str) -> Content:
-    return Content.assemble((text, "$foreground-muted"))
+    return line((text, "$foreground-muted"))
 
 
 def _seconds(phase: dict[str, Any]) -> float | None:

@@ -10,6 +10,8 @@ from textual.events import Resize
 from textual.message import Message
 from textual.widgets import Static
 
+from console.words.printable import printable
+
 SIGN_STYLES = {
     "+": "$text-success",
     "~": "$text-accent",
@@ -17,6 +19,9 @@ SIGN_STYLES = {
     "?": "$text-warning",
     "-": "$foreground-muted",
 }
+
+ROWS = 4  # of one line, which may be a log's and endless
+BREAKS = (" · ", "  ", " (", " ")
 
 
 class Panel(Static):
@@ -45,7 +50,7 @@ class Panel(Static):
         self._drawn: list[Any] = []
 
     def paint(self, now: dict[str, Any], width: int) -> list[Content]:
-        """The lines to show, none wider than `width` cells."""
+        """The lines to show; one wider than `width` cells is folded."""
         raise NotImplementedError
 
     @property
@@ -59,7 +64,7 @@ class Panel(Static):
         width = self.content_size.width
         if not width:
             return  # not laid out yet; the resize that follows draws it
-        lines = [line.truncate(width, ellipsis=True) for line in self.paint(now, width)]
+        lines = [row for line in self.paint(now, width) for row in folded(line, width)]
         drawn = [(line.plain, line.spans) for line in lines]
         if drawn != self._drawn:
             if len(drawn) != len(self._drawn):
@@ -74,16 +79,43 @@ class Panel(Static):
 
 
 def line(*parts: str | tuple[str, str] | Content) -> Content:
-    """A line of text and of (text, style) pairs."""
-    return Content.assemble(*parts)
+    """A line of text and of (text, style) pairs, with escapes for what a terminal would obey."""
+    return Content.assemble(*(_safe(part) for part in parts))
+
+
+def _safe(part: str | tuple[str, str] | Content) -> str | tuple[str, str] | Content:
+    if isinstance(part, str):
+        return printable(part)
+    return (printable(part[0]), part[1]) if isinstance(part, tuple) else part
 
 
 def wrapped(text: str, width: int, style: str = "", first: str = "", rest: str = "") -> list[Content]:
     """A text over as many lines as it needs; `first` and `rest` stand before its first and its other lines."""
-    lines = textwrap.wrap(text, max(10, width), initial_indent=first, subsequent_indent=rest) or [first]
+    lines = textwrap.wrap(printable(text), max(10, width), initial_indent=first, subsequent_indent=rest) or [first]
     return [Content.assemble((one, style)) for one in lines]
+
+
+def folded(content: Content, width: int) -> list[Content]:
+    """A line over as many rows as it needs, `ROWS` at most: broken between its parts, else between words."""
+    margin = " " * (len(content.plain) - len(content.plain.lstrip()) + 2)
+    rows: list[Content] = []
+    while content.cell_length > width and len(rows) < ROWS - 1 and width > 2 * len(margin):
+        end = _end(content.plain, len(content.truncate(width).plain.rstrip()))
+        rows.append(content[:end].rstrip())
+        rest = content[end:]
+        content = line(margin, rest[len(rest.plain) - len(rest.plain.lstrip(" ·")) :])
+    return [*rows, content.truncate(width, ellipsis=True)]
+
+
+def _end(text: str, most: int) -> int:
+    """Where to break a text, so that at most `most` characters come before: not early for the sake of a good place."""
+    for between in BREAKS:
+        end = text.rfind(between, most // 2, most + len(between))
+        if end > 0:
+            return end
+    return most
 
 
 def joined(parts: list[Content | str], between: str = " · ") -> Content:
     """The parts that say something, with `between` between them."""
-    return Content(between).join([Content(part) if isinstance(part, str) else part for part in parts if part])
+    return Content(between).join([line(part) for part in parts if part])

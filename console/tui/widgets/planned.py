@@ -35,8 +35,8 @@ def mask(parts: list[list[Any]]) -> Content:
 def _line(text: str, bad: bool) -> Content:
     if bad:
         return line((f"! {text}", "$text-error"))
-    if text.startswith(("! ", "!! ")):
-        return line((text, "bold $text-error" if text.startswith("!!") else "$text-warning"))
+    if text.startswith(("! ", "? ")):
+        return line((text, "bold $text-error" if text.startswith("!") else "$text-warning"))
     if text.endswith("DOES NOT FIT"):
         return line((f"! {text}", "bold $text-error"))
-    return Content(text)
+    return line(text)

@@ -10,7 +10,7 @@ from rich.text import Text
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
-from console.tui.widgets.table import Table, theme_style
+from console.tui.widgets.table import Table, cell, theme_style
 from console.words import of_dataset
 
 COLUMNS = (("sample", 9), ("state", 9), ("tokens", 7), ("from", 22), ("tries", 5), ("reason", None))
@@ -59,12 +59,12 @@ class SampleTable(Table):
         style = theme_style(self.app, STYLES.get(state, ""))
         tries = str(sample["attempts"]) if sample["attempts"] else ""
         return [
-            Text(f"{sample['number']:,}", justify="right"),
-            Text(f"{of_dataset.SAMPLE_SIGNS[state]} {state}", style),
-            Text(f"{sample['tokens']:,}", justify="right"),
-            Text(f"{posixpath.basename(sample['file'])}:{sample['line']}", overflow="ellipsis"),
-            Text(tries, justify="right"),
-            Text(sample["reason"] or "", style),
+            cell(f"{sample['number']:,}", justify="right"),
+            cell(f"{of_dataset.SAMPLE_SIGNS[state]} {state}", style),
+            cell(f"{sample['tokens']:,}", justify="right"),
+            cell(f"{posixpath.basename(sample['file'])}:{sample['line']}", overflow="ellipsis"),
+            cell(tries, justify="right"),
+            cell(sample["reason"] or "", style),
         ]
 
     def action_cursor_down(self) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from rich.style import Style
+from rich.text import Text
 from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.color import Color, ColorParseError
 from textual.widgets import DataTable
 
+from console.words.printable import printable
+
 
 class Table(DataTable[Any]):
-    """Rows to choose from. Cells are rich's `Text`: a plain string would be read as markup."""
+    """Rows to choose from. Cells are made by `cell`: a plain string would be read as markup."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("j", "cursor_down", "Down", show=False, id="table.down"),
@@ -25,6 +28,11 @@ class Table(DataTable[Any]):
 
     def __init__(self, **known: Any) -> None:
         super().__init__(cursor_type="row", **known)
+
+
+def cell(text: str, style: str | Style = "", **known: Any) -> Text:
+    """A cell, with escapes for what a terminal would obey."""
+    return Text(printable(text), style, **known)
 
 
 def theme_style(app: App[Any], variable: str, *, bold: bool = False) -> Style:
