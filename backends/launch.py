@@ -13,15 +13,19 @@ from typing import Any
 import msgspec
 
 from backends.errors import Locked, NotReady, UsageError
+from backends.folders import absolute
 from backends.ports import port_free
 from backends.runs import CODE, Run, Runs, python_path
 from backends.sglang import Launch, mask_argv, masked
+from backends.situation import read_layers
+from capture import layers
 from capture.dumps.dump import DumpError, make_private
-from capture.layers import LayerChoice
+from capture.layers import LayerChoice, LayerError
 from capture.tap.settings import SETTINGS_VARIABLE, TapSettings
 
 EMBEDDED = "embedded:"
 INDEX = "model.safetensors.index.json"
+OVERRIDE = "--json-model-override-args"  # with it, what config.json says need not hold
 LFS_POINTER = b"version https://git-lfs"
 SHOWN_NAMES = 3
 
@@ -70,7 +74,10 @@ def as_launching(merged: Launch, layers: LayerChoice, dump_root: str | None) -> 
 
 
 def launch(all_runs: Runs, payload: Path, asked: Launching, version: str | None) -> Run:
-    """Start the server detached. Raises Locked (port taken), NotReady (no SGLang), UsageError (model, dump root)."""
+    """Start the server detached.
+
+    Raises Locked (port taken), NotReady (no SGLang), UsageError (model, layers, dump root).
+    """
     if version is None:
         raise NotReady(f"{sys.executable} has no sglang; choose SGLang's own Python with --python")
     for run in all_runs.all("server"):
@@ -82,6 +89,7 @@ def launch(all_runs: Runs, payload: Path, asked: Launching, version: str | None)
     if not port_free(asked.port):
         raise Locked(f"port {asked.port} is taken by a process that is not ours; stop it or choose another --port")
     model = model_folder(asked.model)
+    choice = check_layers(asked)
     root = dump_root(asked.dump_root)
     remove_dead_dumps(all_runs, root)
     secret = secrets.token_hex(8)
@@ -89,7 +97,7 @@ def launch(all_runs: Runs, payload: Path, asked: Launching, version: str | None)
     def prepare(run: Run) -> dict[str, str]:
         folder = make_private(root / run.id)
         settings = TapSettings(
-            dump_dir=str(folder), secret=secret, layers=asked.layers, memory=asked.memory, writers=asked.writers
+            dump_dir=str(folder), secret=secret, layers=choice, memory=asked.memory, writers=asked.writers
         )
         return {SETTINGS_VARIABLE: msgspec.json.encode(settings).decode()}
 
@@ -113,8 +121,8 @@ def launch(all_runs: Runs, payload: Path, asked: Launching, version: str | None)
             **asked.details,
             "profile": asked.profile,
             "model": model,
-            "layers": msgspec.to_builtins(asked.layers),
-            "layers_words": asked.layers.words(),
+            "layers": msgspec.to_builtins(choice),
+            "layers_words": choice.words(),
             "env": {name: masked(name, value) for name, value in asked.env.items()},
         },
     )
@@ -150,6 +158,32 @@ def relaunch(all_runs: Runs, dead: Run) -> Run:
         dump_root=root,
         details={**spec.details, "relaunch_of": dead.id},
     )
+
+
+def check_layers(asked: Launching) -> LayerChoice:
+    """The layers that are asked for, a drafter's path made absolute: the server stands in a folder of its own.
+
+    Raises UsageError for a drafter's file that is none, and for layers that the model has not by its config.json:
+    a server finds that only once the weights are loaded.
+    """
+    choice = asked.layers
+    if choice.draft is not None:
+        choice = LayerChoice(draft=absolute(choice.draft))
+    try:
+        layers.check(choice, _layer_count(asked))
+    except LayerError as error:
+        raise UsageError(str(error)) from error
+    return choice
+
+
+def _layer_count(asked: Launching) -> int | None:
+    if any(word.partition("=")[0] == OVERRIDE for word in asked.argv):
+        return None
+    if asked.model.startswith(EMBEDDED):  # which need not be made yet
+        from backends.embedded import models
+
+        return models.LAYERS.get(asked.model.removeprefix(EMBEDDED))
+    return read_layers(Path(asked.model).expanduser())
 
 
 def model_folder(model: str) -> str:

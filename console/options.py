@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import App, Group, Parameter
+from cyclopts import App, Group, Parameter, validators
 
 from backends.errors import UsageError
 from backends.ports import require_port
@@ -40,6 +41,9 @@ def _require_ports(_: object, given: int | list[int] | None) -> None:
 
 PORTS = Parameter(validator=_require_ports)
 Port = Annotated[int, PORTS]
+Seconds = Annotated[float, Parameter(validator=validators.Number(gt=0, lt=math.inf))]
+Positive = Annotated[int, Parameter(validator=validators.Number(gte=1))]
+NotNegative = Annotated[int, Parameter(validator=validators.Number(gte=0))]
 
 
 @Parameter(name="*")
@@ -92,9 +96,10 @@ class LayerOptions:
     draft: Annotated[str | None, Parameter(group=LAYERS)] = None
     """A drafter's config.json on the host."""
 
-    def given(self) -> dict[str, Any]:
-        """What was said."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+    def given(self, common: Common) -> dict[str, Any]:
+        """What was said, the drafter's path as the host takes it."""
+        said = {name: value for name, value in vars(self).items() if value is not None}
+        return said if self.draft is None else said | {"draft": host_path(Path(self.draft), common)}
 
 
 @Parameter(name="*")
@@ -105,7 +110,7 @@ class SettingOptions:
     set: Annotated[tuple[str, ...], Parameter(group=SETTINGS)] = ()
     """A server argument, NAME=VALUE or NAME; NAME=unset removes it."""
     env: Annotated[tuple[str, ...], Parameter(group=SETTINGS)] = ()
-    """An environment variable, NAME=VALUE."""
+    """An environment variable, NAME=VALUE; NAME=unset removes it."""
     memory: Annotated[str | None, Parameter(group=SETTINGS)] = None
     """What the tap may take for states under way, e.g. "48 GiB", or bytes."""
     writers: Annotated[int | None, Parameter(group=SETTINGS)] = None
@@ -114,11 +119,11 @@ class SettingOptions:
     def overrides(self) -> Overrides:
         """What was said."""
         from backends.sglang import Overrides
-        from console.launching import pairs, tap_options
+        from console.launching import pairs, tap_options, variables
 
         return Overrides(
             args=pairs(list(self.set), "--set"),
-            env=pairs(list(self.env), "--env"),
+            env=variables(list(self.env), "--env"),
             tap=tap_options(self.memory, self.writers),
         )
 

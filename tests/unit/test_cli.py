@@ -144,6 +144,13 @@ def test_help_and_version(layertap: Callable[..., Ran]) -> None:
         ("status --loud", "--loud"),
         ("stop --port many", "--port"),
         ("extract rows.jsonl --output out --overlong cut", "--overlong"),
+        ("launch base --timeout -1", '"-1.0" for --timeout'),
+        ("launch base --timeout nan", '"nan" for --timeout'),
+        ("tune base --timeout 0", '"0.0" for --timeout'),
+        ("tune base --seconds -5", '"-5.0" for --seconds'),
+        ("plan rows.jsonl --layers 0", '"0" for --layers'),
+        ("extract rows.jsonl --output out --restart-server -1", '"-1" for --restart-server'),
+        ("export out --format native --draft-vocab 0", '"0" for --draft-vocab'),
     ],
 )
 def test_words_that_are_not_understood(layertap: Callable[..., Ran], words: str, said: str) -> None:
@@ -234,6 +241,25 @@ def test_a_mistake_in_the_config(layertap: Callable[..., Ran], home: Path) -> No
         ),
         ("bse --model /m", "profile bse does not exist; did you mean base?"),
         ("base --model /m --outputs 2 --set =8", "--set '=8': expected NAME=VALUE"),
+        ("base --model /m --outputs 2 --env FOO", "--env 'FOO': expected NAME=VALUE"),
+        *(
+            (f"{words} --dry-run", said)
+            for words, said in (
+                (
+                    "embedded-llama --outputs 1 2 99",
+                    "outputs of layers 1, 2, 99: boundary 100 is outside 1 to 7, the model has 8 layers",
+                ),
+                ("embedded-llama --boundaries 9", "boundaries 9: boundary 9 is outside 1 to 7, the model has 8 layers"),
+                (
+                    "embedded-kimi-k2_5 --draft /nope.json",
+                    "drafter config /nope.json: No such file or directory; give the file's path on the host",
+                ),
+                (
+                    "base --model /m --draft nope.json",
+                    "drafter config {home}/nope.json: No such file or directory; give the file's path on the host",
+                ),
+            )
+        ),
         (
             "base --model /m --outputs 2 --set host=0.0.0.0",
             "host 0.0.0.0 is not loopback: the server is reached over SSH and binds 127.0.0.1 only",
@@ -244,8 +270,8 @@ def test_a_mistake_in_the_config(layertap: Callable[..., Ran], home: Path) -> No
         ),
     ],
 )
-def test_a_launch_that_is_refused(layertap: Callable[..., Ran], words: str, said: str) -> None:
-    ended(layertap("launch", *words.split(), PYTHONPATH=str(FAKE_SGLANG)), 2, f"layertap: {said}")
+def test_a_launch_that_is_refused(layertap: Callable[..., Ran], home: Path, words: str, said: str) -> None:
+    ended(layertap("launch", *words.split(), PYTHONPATH=str(FAKE_SGLANG)), 2, f"layertap: {said.format(home=home)}")
 
 
 # --- No connection: 3, no SGLang: 6, nothing there: 9, a bug: 70 ---
