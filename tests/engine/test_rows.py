@@ -574,6 +574,8 @@ OBJECT = '{"prompt": "one", "response": "two"}'
             [(1, "good"), (2, "not JSON: Expecting property name enclosed in double quo")],
         ),
         (f"{OBJECT}\n{OBJECT[:20]}", [(1, "good"), (2, "not JSON: Unterminated string starting at: column 19")]),
+        (f"{OBJECT[:-1]}\n{OBJECT}", [(1, "not JSON: Expecting ',' delimiter: column 36"), (2, "good")]),
+        (f"{OBJECT[:-1]} \r\n{OBJECT}", [(1, "not JSON: Expecting ',' delimiter: column 36"), (2, "good")]),
         (f"{OBJECT} {OBJECT}\n", [(1, "not JSON: Extra data: column 38")]),
         (f"7\n{OBJECT}\n", [(1, "not an object but a number: "), (2, "good")]),
         (f'{OBJECT}\n["one"]\nnull', [(1, "good"), (2, "not an object but a list: "), (3, "not an object but null: ")]),
