@@ -32,6 +32,7 @@ ROLES = {
     "system": "system",
 }
 """ShareGPT's `from` -> role."""
+KNOWN_ROLES = frozenset({*ROLES.values(), "developer", "tool", "function", "ipython"})
 COLUMNS = ("input_ids", "loss_mask", "messages", "conversations", "prompt", "response")
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 _TEXT_ONLY = "only text can be drawn yet; leave the row out, or keep its text alone"
@@ -209,8 +210,12 @@ class Encoder:
         encoded = self.template.encode(chat, _tools(fields.get("tools")), options.last_turn_only)
         if self.template.ignores_roles:
             alarms["ignores_roles"] = f"{len(chat)} messages"
-        if found := self.template.special_in(chat):
-            alarms["special_from_text"] = found
+        for number, message in enumerate(chat, start=1):
+            if message["role"] not in KNOWN_ROLES:
+                alarms.setdefault("unknown_role", f"{message['role']!r:.60} in message {number}")
+        empty, uncalled = self.template.textless(chat, options.last_turn_only)
+        found = {"empty_turn": empty, "calls_left_out": uncalled, "special_from_text": self.template.special_in(chat)}
+        alarms |= {name: seen for name, seen in found.items() if seen}
         return encoded
 
 
