@@ -405,16 +405,63 @@ def extraction(**known: Any) -> dict[str, Any]:
         "details": {"output": "/data"},
         "progress": None,
         "result": None,
+        "stop_asked": False,
+        "exit": None,
     } | known
+
+
+AGAIN = "  give the same command again: it goes on where this one ended"
+
+
+DONE = {"bad_rows": 0}
+
+
+@pytest.mark.parametrize(
+    ("code", "signal", "known", "said", "more"),
+    [
+        (0, None, {"result": DONE}, "finished", []),
+        (1, None, {"result": DONE}, "finished, not all of it good", []),
+        (0, None, {"result": DONE, "stop_asked": True}, "finished", []),  # before it heard of the stop
+        (1, None, {}, "failed with 1", [AGAIN]),
+        (9, None, {"result": {"error": "no server; launch one"}}, "failed with 9", ["  no server; launch one"]),
+        (None, 9, {}, "killed by signal 9", [AGAIN]),
+        (None, 15, {"stop_asked": True}, "stopped", [AGAIN]),
+        (130, None, {"stop_asked": True, "result": {"error": "asked"}}, "stopped", ["  asked", AGAIN]),
+    ],
+)
+def test_how_an_extraction_ended(
+    code: int | None, signal: int | None, known: dict[str, Any], said: str, more: list[str]
+) -> None:
+    exit = {"code": code, "signal": signal, "at": 1.0}
+    now = extraction(state="exited", exit=exit, progress=progress(), **known)
+    assert list(of_run.extraction(now)) == [
+        f"extraction extract-1: {said} -> /data",
+        "  2,500 / 10,000 samples · 123 GB",
+        *more,
+    ]
+
+
+def test_an_extraction_of_which_no_end_is_known() -> None:
+    assert list(of_run.extraction(extraction(state="died"))) == ["extraction extract-1: died -> /data", AGAIN]
+    elsewhere = extraction(state="elsewhere")
+    assert list(of_run.extraction(elsewhere)) == ["extraction extract-1: elsewhere -> /data"]
 
 
 def test_an_extraction() -> None:
     failures = [{"sample": number, "format": None, "reason": "too long"} for number in (9, 8, 7, 6)]
     assert list(of_run.extraction(extraction())) == ["extraction extract-1: running -> /data"]
-    now = extraction(state="exited", progress=progress(failed=4, failures=failures), result={"error": "/data is full"})
+    now = extraction(progress=progress(failed=4, failures=failures))
     assert list(of_run.extraction(now)) == [
-        "extraction extract-1: exited -> /data",
+        "extraction extract-1: running -> /data",
         "  2,500 / 10,000 samples · 4,322 tok/s · 123 GB · 4 failed · 2 h 14 m left",
+        "  failed: sample 9: too long",
+        "  failed: sample 8: too long",
+        "  failed: sample 7: too long",
+    ]
+    now |= {"state": "exited", "exit": {"code": 2, "signal": None, "at": 1.0}, "result": {"error": "/data is full"}}
+    assert list(of_run.extraction(now)) == [
+        "extraction extract-1: failed with 2 -> /data",
+        "  2,500 / 10,000 samples · 123 GB · 4 failed",
         "  failed: sample 9: too long",
         "  failed: sample 8: too long",
         "  failed: sample 7: too long",
