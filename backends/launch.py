@@ -190,12 +190,20 @@ def model_folder(model: str) -> str:
     """Where the model lies; an embedded one is made first. Raises UsageError where it is not there."""
     if model.startswith(EMBEDDED):
         return str(embedded_model(model.removeprefix(EMBEDDED)))
-    path = Path(model).expanduser()
-    if not (path / "config.json").exists():
-        raise UsageError(f"model {path}: no config.json there; give the folder of a downloaded model on the host")
+    path = named_folder(model)
     if missing := missing_shards(path):
         raise UsageError(f"model {path}: {_named(missing)} not there or no weights; download the model again")
     return str(path)
+
+
+def named_folder(model: str) -> Path:
+    """The folder of a model that is not embedded, its weights unseen. Raises UsageError where there is no model."""
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        raise UsageError(f"model {path}: there is no such folder; give that of a downloaded model on the host")
+    if not (path / "config.json").exists():
+        raise UsageError(f"model {path}: no config.json there; give the folder of a downloaded model on the host")
+    return path
 
 
 def missing_shards(model: Path) -> list[str]:

@@ -18,6 +18,7 @@ from console.options import (
     app,
     asked_formats,
     asked_row_options,
+    host_model,
     host_path,
     open_host,
 )
@@ -105,7 +106,7 @@ def plan(
             "rows": host_path(rows, common),
             "output": host_path(output, common) if output else None,
             "formats": asked_formats(format, session),
-            "model": model and host_path(Path(model), common),
+            "model": host_model(model, common),
             "layers": layers,
             "show": show or [],
             "trust_remote_code": trust_remote_code,

@@ -56,7 +56,12 @@ def tap_options(memory: str | None, writers: int | None) -> dict[str, Any]:
 
 
 def suitable(session: Session, model: str | None) -> dict[str, Any]:
-    """The profiles, those that suit the host and the model first, each with in what it differs."""
+    """The profiles, those that suit the host and the model first, each with in what it differs.
+
+    Raises UsageError where the model is not there: then nobody knows what suits it.
+    """
+    if model is not None:
+        session.host.request("check_model", model=model)
     found = session.situation(model)
     listed = candidates(session.profiles, session.hello["sglang"], found)
     return {"schema": 1, "situation": msgspec.to_builtins(found), "profiles": msgspec.to_builtins(listed)}

@@ -173,6 +173,13 @@ def asked_row_options(options: RowOptions, session: Session) -> dict[str, Any]:
     }
 
 
+def host_model(model: str | None, common: Common) -> str | None:
+    """A model as the host takes it: its folder, or the name of an embedded one."""
+    from backends.launch import EMBEDDED
+
+    return model if model is None or model.startswith(EMBEDDED) else host_path(Path(model), common)
+
+
 def host_path(path: Path, common: Common) -> str:
     """A path as the host takes it: absolute on this machine, where the agent stands elsewhere; else as it was given."""
     return os.path.abspath(path.expanduser()) if common.host == "local" else str(path)

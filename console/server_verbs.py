@@ -22,6 +22,7 @@ from console.options import (
     Seconds,
     SettingOptions,
     app,
+    host_model,
     host_path,
     open_host,
 )
@@ -54,6 +55,7 @@ def launch(
     from console.launching import layer_choice, shown, suitable
     from console.words import of_host, of_server
 
+    model = host_model(model, common)
     with open_host(common) as session:
         if profile is None:
             headless.out(suitable(session, model), common.json, of_host.candidates)
@@ -123,6 +125,7 @@ def tune(
 
     if run is None and profile is None:
         raise UsageError("say which profile to tune; `layertap launch` lists those that suit this host")
+    model = host_model(model, common)
     with open_host(common) as session:
         if run is not None:
             found = session.host.request("run", run_id=run)
@@ -258,7 +261,7 @@ def doctor(
     from console.words import of_host
 
     with open_host(common) as session:
-        wanted = Wanted(profile, model, port, host_path(output, common) if output else None)
+        wanted = Wanted(profile, host_model(model, common), port, host_path(output, common) if output else None)
         report = examine(session, wanted)
         if active:
             run = session.start("doctor", measuring(session, wanted))

@@ -266,8 +266,14 @@ def test_a_mistake_in_the_config(layertap: Callable[..., Ran], home: Path) -> No
         ),
         (
             "base --model /m --outputs 2",
-            "model /m: no config.json there; give the folder of a downloaded model on the host",
+            "model /m: there is no such folder; give that of a downloaded model on the host",
         ),
+        (
+            "base --model m --outputs 2",
+            "model {home}/m: there is no such folder; give that of a downloaded model on the host",
+        ),
+        ("--model /m", "model /m: there is no such folder; give that of a downloaded model on the host"),
+        ("--model .", "model {home}: no config.json there; give the folder of a downloaded model on the host"),
     ],
 )
 def test_a_launch_that_is_refused(layertap: Callable[..., Ran], home: Path, words: str, said: str) -> None:
@@ -434,6 +440,11 @@ def test_without_a_profile_those_that_suit_the_host_are_listed(layertap: Callabl
         assert listed[FIRST_CASE]["differs"] == ["it is for 8 GPUs, and here are none"]
         assert lines[0] == "here: no GPU" and lines[1].startswith("+ embedded-llama ")
     assert all_runs.all() == []
+
+
+def test_a_model_that_is_embedded_is_no_folder(layertap: Callable[..., Ran]) -> None:
+    ran = layertap("launch", "--model", "embedded:llama", PYTHONPATH=str(FAKE_SGLANG))
+    assert ran.stderr == "layertap: say which profile to launch; + suits this host and model\n"
 
 
 # --- A server's life ---

@@ -74,6 +74,10 @@ def test_gpus_that_are_being_tuned_on(refused: Callable[..., str], start: Callab
 
 def test_a_model_that_is_not_there(refused: Callable[..., str], home: Path) -> None:
     assert refused(UsageError, model="~/none") == (
+        f"model {home}/none: there is no such folder; give that of a downloaded model on the host"
+    )
+    (home / "none").mkdir()
+    assert refused(UsageError, model="~/none") == (
         f"model {home}/none: no config.json there; give the folder of a downloaded model on the host"
     )
 
