@@ -540,6 +540,8 @@ def test_ids_of_the_model_that_its_tokenizer_does_not_know_are_planned(tmp_path,
     code, plan = run_plan(asked)
     assert (code, plan.samples) == (1, 2)
     assert [bad.reason for bad in plan.bad_rows] == ["token id 3000 is outside the vocabulary of 3000"]
+    with pytest.raises(InputError, match=r"rows\.jsonl/out cannot be written"):
+        run_plan(msgspec.structs.replace(asked, output=str(rows / "out")))
     code, shown = run_plan(msgspec.structs.replace(asked, show=["2", "3"]))
     assert [row.reason for row in shown["shown"]] == [None, "token id 3000 is outside the vocabulary of 3000"]
 
