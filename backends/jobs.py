@@ -150,7 +150,7 @@ def refuse_second(runs: Runs, output: str) -> None:
     """Raise Locked where an extraction into `output` runs."""
     for run in runs.all("extract"):
         if run.spec.details.get("output") == output and run.alive():
-            raise Locked(f"an extraction into {output} runs already: {run.id}")
+            raise Locked(f"an extraction into {output} runs already: {run.id}; `layertap stop {run.id}` stops it")
 
 
 def refuse_beside(runs: Runs) -> None:

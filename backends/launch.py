@@ -80,9 +80,7 @@ def launch(all_runs: Runs, payload: Path, asked: Launching, version: str | None)
     """
     if version is None:
         raise NotReady(f"{sys.executable} has no sglang; choose SGLang's own Python with --python")
-    for run in all_runs.all("server"):
-        if run.spec.port == asked.port and run.alive():
-            raise Locked(f"a server of ours runs on port {asked.port} already: {run.id}")
+    all_runs.refuse_second(asked.port)
     for run in all_runs.all("tune"):
         if not asked.embedded and run.id != asked.details.get("tune") and run.alive():
             raise Locked(f"{run.id} measures servers on this host's GPUs; wait for it, or `layertap stop {run.id}`")

@@ -249,7 +249,9 @@ def test_a_second_extraction_into_the_same_folder(agent: Agent, start: Start, ho
     first = start("extract", details={"output": f"{home}/data"})
     with pytest.raises(Locked) as failed:
         agent.start("extract", {"output": output.format(home=home)})
-    assert str(failed.value) == f"an extraction into {home}/data runs already: {first.id}"
+    assert str(failed.value) == (
+        f"an extraction into {home}/data runs already: {first.id}; `layertap stop {first.id}` stops it"
+    )
     assert failed.value.exit_code == 7
 
 

@@ -460,7 +460,8 @@ def test_from_launch_to_stop(launched: Callable[..., tuple[Ran, int]], layertap:
     assert "  ready …\n" in ran.stderr
 
     again, _ = launched(port=port)
-    ended(again, 7, f"layertap: a server of ours runs on port {port} already: {run_id}")
+    remedy = f"`layertap stop {run_id}` stops it, or choose another --port"
+    ended(again, 7, f"layertap: a server of ours runs on port {port} already: {run_id}; {remedy}")
 
     shown = layertap("status")
     assert (shown.returncode, shown.stderr) == (0, "")

@@ -62,7 +62,10 @@ def test_a_port_that_a_stranger_holds(refused: Callable[..., str], home: Path) -
 def test_a_port_that_a_server_of_ours_holds(refused: Callable[..., str], server: Server) -> None:
     first = server("silent")
     port = first.spec.port
-    assert refused(Locked, port=port) == f"a server of ours runs on port {port} already: {first.id}"
+    assert refused(Locked, port=port) == (
+        f"a server of ours runs on port {port} already: {first.id}; `layertap stop {first.id}` stops it, or choose "
+        "another --port"
+    )
 
 
 def test_gpus_that_are_being_tuned_on(refused: Callable[..., str], start: Callable[..., Run]) -> None:

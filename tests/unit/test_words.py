@@ -87,7 +87,7 @@ def test_a_server_that_has_logged_nothing() -> None:
     assert list(of_server.server(server())) == [
         "~ server server-20260101-120000-abcd: starting",
         "  profile mine · SGLang 0.5.23 · port 30000",
-        "  nothing logged yet",
+        "  no start-up phase seen",
         "  tensors: outputs of layers 2, 30, 58, not resolved yet",
     ]
 
