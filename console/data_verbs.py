@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 @app.command(name="try")
 def try_prompt(
     text: str,
+    /,
     *,
     chat: bool = False,
     port: Port | None = None,
@@ -75,6 +76,7 @@ def probe(*, against_hf: bool = False, port: Port | None = None, common: Common 
 @app.command
 def plan(
     rows: Path,
+    /,
     *,
     output: Path | None = None,
     format: str | None = None,
@@ -99,7 +101,7 @@ def plan(
         trust_remote_code: let the model's own tokenizer code run.
     """
     from console import headless
-    from console.words import of_dataset
+    from console.words import figures, of_dataset
 
     with open_host(common) as session:
         job = {
@@ -114,12 +116,15 @@ def plan(
         }
         run = session.start("plan", job, port)
         shown = of_dataset.chosen_rows if show else of_dataset.plan
-        return headless.end_job(session, run, lambda now: f"{now['rows']:,} rows read …", shown, common.json)
+        return headless.end_job(
+            session, run, lambda now: f"{figures.counted(now['rows'], 'row')} read …", shown, common.json
+        )
 
 
 @app.command
 def extract(
     rows: Path,
+    /,
     *,
     output: Path,
     format: str | None = None,
@@ -172,7 +177,7 @@ def extract(
 
 def _follow_extraction(session: Session, run_id: str, as_json: bool, watch: bool) -> int:
     from console import headless
-    from console.words import of_run
+    from console.words import figures, of_run
 
     run: dict[str, Any] = {}
     narration = headless.EventNarration()
@@ -191,12 +196,13 @@ def _follow_extraction(session: Session, run_id: str, as_json: bool, watch: bool
     code, result = session.finish(run)
     headless.out(result, as_json, lambda _: of_run.extraction(run))
     if result["bad_rows"]:
-        headless.say(f"{result['bad_rows']} bad rows gave no sample; `layertap logs {run_id}` names them")
+        bad = figures.counted(result["bad_rows"], "bad row")
+        headless.say(f"{bad} gave no sample; `layertap logs {run_id}` says why")
     return code
 
 
 @app.command
-def pull(dataset: str, target: Path, *, samples: str | None = None, common: Common = COMMON) -> int:
+def pull(dataset: str, target: Path, /, *, samples: str | None = None, common: Common = COMMON) -> int:
     """Copy a dataset, finished or not, from the host to this machine; the same command again goes on.
 
     Args:
@@ -228,7 +234,7 @@ def pull(dataset: str, target: Path, *, samples: str | None = None, common: Comm
 
 
 @app.command
-def verify(dataset: Path, *, sample: int | None = None, common: Common = COMMON) -> int:
+def verify(dataset: Path, /, *, sample: int | None = None, common: Common = COMMON) -> int:
     """Verify a dataset in every format that it holds, or a folder of dumps, reading every file; exit 1 where any fails.
 
     Args:
@@ -247,7 +253,7 @@ def verify(dataset: Path, *, sample: int | None = None, common: Common = COMMON)
 
 
 @app.command
-def diff(a: Path, b: Path, *, common: Common = COMMON) -> int:
+def diff(a: Path, b: Path, /, *, common: Common = COMMON) -> int:
     """Compare two datasets by content: samples, masks and every state; exit 1 where they differ.
 
     Args:
@@ -266,6 +272,7 @@ def diff(a: Path, b: Path, *, common: Common = COMMON) -> int:
 @app.command
 def export(
     dataset: Path,
+    /,
     *,
     format: str,
     output: Path | None = None,
@@ -298,7 +305,7 @@ def export(
 
 
 @app.command
-def sample(dataset: Path, number: int, *, trust_remote_code: bool = False, common: Common = COMMON) -> int:
+def sample(dataset: Path, number: int, /, *, trust_remote_code: bool = False, common: Common = COMMON) -> int:
     """Show one sample token by token: the loss mask, the states' norms, odd rows; exit 1 where it is not verified.
 
     Args:

@@ -289,7 +289,7 @@ def stacks(run: str | None = None, *, port: Port | None = None, common: Common =
 
 
 @app.command
-def diagnose(file: Path, *, json: bool = False) -> int:
+def diagnose(file: Path, /, *, json: bool = False) -> int:
     """Say what a server's log shows, without its host: what, since when, evidence, what to do; exit 1 where it is bad.
 
     Args:

@@ -107,4 +107,5 @@ class Alarms:
 def words(alarm: Any) -> str:
     """An alarm and its first row in one line."""
     first = alarm.rows[0]
-    return f"{alarm.count:,} rows: {alarm.what} (first {first.file}:{first.line}, {first.seen}); {alarm.remedy}"
+    rows = "1 row" if alarm.count == 1 else f"{alarm.count:,} rows"
+    return f"{rows}: {alarm.what} (first {first.file}:{first.line}, {first.seen}); {alarm.remedy}"

@@ -122,7 +122,7 @@ def _why_no_tokenizer(model: Path, trust_remote_code: bool, error: Exception) ->
         return f"{model}: no such model folder, nor a model of that name in the local Hugging Face cache"
     config = model / "tokenizer_config.json"
     if not trust_remote_code and config.is_file() and b'"auto_map"' in config.read_bytes():
-        return f"the tokenizer of {model} is code of the model's own: allow it with trust_remote_code"
+        return f"the tokenizer of {model} is code of the model's own: allow it with --trust-remote-code"
     return f"{model} has no tokenizer that transformers can load ({first_line(error)})"
 
 
@@ -228,7 +228,7 @@ def _unknown_shape(fields: dict[str, Any]) -> str:
     if "input_ids" in fields:
         return "input_ids without loss_mask: give both, or text"
     keys = ", ".join(map(repr, fields))
-    return f"no chat among the keys {keys}: name the columns with prompt_column and response_column"
+    return f"no chat among the keys {keys}: name the columns with --prompt-column and --response-column"
 
 
 def _given_ids(ids: Any, mask: Any) -> Encoded:

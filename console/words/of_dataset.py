@@ -15,7 +15,7 @@ ODD_SHOWN = 5
 def plan(made: dict[str, Any]) -> Iterator[str]:
     """A plan in lines."""
     yield (
-        f"{made['rows']:,} rows · {made['samples']:,} good · {made['skipped']:,} overlong, skipped · "
+        f"{figures.counted(made['rows'], 'row')} · {made['samples']:,} good · {made['skipped']:,} overlong, skipped · "
         f"{made['truncated']:,} truncated · {made['bad']:,} bad"
     )
     if made["samples"]:
@@ -40,7 +40,8 @@ def plan(made: dict[str, Any]) -> Iterator[str]:
 
 def alarm_lines(alarm: dict[str, Any]) -> Iterator[str]:
     """An alarm, and the first rows that have it."""
-    yield f"{'!!' if alarm['fatal'] else '!'} {alarm['count']:,} rows: {alarm['what']}; {alarm['remedy']}"
+    sign, rows = "!!" if alarm["fatal"] else "!", figures.counted(alarm["count"], "row")
+    yield f"{sign} {rows}: {alarm['what']}; {alarm['remedy']}"
     for odd in alarm["rows"][:ODD_SHOWN]:
         yield f"    {odd['file']}:{odd['line']}: {odd['seen']}"
 

@@ -111,7 +111,7 @@ def event(one: dict[str, Any]) -> str:
 def progress(now: dict[str, Any]) -> str:
     """An extraction's progress in one line."""
     if now["phase"] in ("preparing", "tokenising", "probing"):
-        return f"{now['phase']} … {now['rows']:,} rows" if now.get("rows") else f"{now['phase']} …"
+        return f"{now['phase']} … {figures.counted(now['rows'], 'row')}" if now.get("rows") else f"{now['phase']} …"
     if now["phase"] == "relaunching":
         return "the server died and is launched again …"
     rate = now["tokens_per_second"]

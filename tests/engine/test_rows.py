@@ -422,7 +422,10 @@ def test_given_ids_are_kept(tmp_path):
     ("row", "reason"),
     [
         ({}, "the object is empty"),
-        ({"question": "one", "answer": "two"}, "'question', 'answer': name the columns with prompt_column and resp"),
+        (
+            {"question": "one", "answer": "two"},
+            "'question', 'answer': name the columns with --prompt-column and --resp",
+        ),
         ({"messages": []}, "messages is an empty list"),
         ({"messages": "one"}, "messages is a string, not a list of messages"),
         ({"messages": ["one"]}, "message 1 is a string, not an object"),
@@ -719,7 +722,7 @@ def test_load_tokenizer(tmp_path):
         ({"config.json": '{"model_type": "llama"}', "tokenizer.json": "{"}, "has no tokenizer that transformers can"),
         (
             {"tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["a.B", null]}}'},
-            "allow it with trust_remote_code",
+            "allow it with --trust-remote-code",
         ),
     ],
 )

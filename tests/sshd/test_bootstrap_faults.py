@@ -127,7 +127,7 @@ def test_a_home_without_execution(start_sshd: Callable[..., Sshd], tmp_path: Pat
         host = sshd.connect()
         try:
             assert host.request("hello")["payload_folder"].startswith(f"{home}/.cache/")
-            assert verify_nothing(host)["result"] == {"error": "/nothing is no dataset: it has no manifest.json"}
+            assert verify_nothing(host)["result"] == {"error": "/nothing is no dataset: there is no such folder"}
         finally:
             host.close()
         with pytest.raises(ConnectionFailed) as failed:

@@ -144,6 +144,8 @@ def test_help_and_version(layertap: Callable[..., Ran]) -> None:
         ("status --loud", "--loud"),
         ("stop --port many", "--port"),
         ("extract rows.jsonl --output out --overlong cut", "--overlong"),
+        ("extract --output out", '"extract" parameter ROWS requires an argument'),
+        ("verify", '"verify" parameter DATASET requires an argument'),
         ("launch base --timeout -1", '"-1.0" for --timeout'),
         ("launch base --timeout nan", '"nan" for --timeout'),
         ("tune base --timeout 0", '"0.0" for --timeout'),
@@ -202,8 +204,11 @@ def test_words_that_are_not_understood(layertap: Callable[..., Ran], words: str,
             "plan rows.jsonl --model /m --max-length 0",
             "--max-length 0: give at least 1 token, or leave it out for the server's",
         ),
-        ("verify out", "{home}/out is no dataset: it has no manifest.json"),
-        ("sample out 3", "{home}/out is no dataset: it has no manifest.json"),
+        ("verify out", "{home}/out is no dataset: there is no such folder"),
+        ("sample out 3", "{home}/out is no dataset: there is no such folder"),
+        ("frobnicate", "no command is called 'frobnicate'; see `layertap --help`"),
+        ("lanch", "no command is called 'lanch'; did you mean launch?"),
+        ("status now", "status takes no 'now' there; see `layertap status --help`"),
     ],
 )
 def test_what_cannot_be_done_as_asked(layertap: Callable[..., Ran], home: Path, words: str, said: str) -> None:
@@ -223,7 +228,7 @@ def test_a_browsers_port_that_is_taken(layertap: Callable[..., Ran]) -> None:
 
 def test_a_mistake_in_the_config(layertap: Callable[..., Ran], home: Path) -> None:
     (home / "layertap.toml").write_text('[host.local]\npyhton = "/p"\n')
-    said = "Object contains unknown field `pyhton` - at `$.host[...]`; did you mean `python`?"
+    said = "Object contains unknown field `pyhton` - at `$.host.local`; did you mean `python`?"
     ended(layertap("status", "--config", "layertap.toml"), 2, f"layertap: layertap.toml: {said}")
     ended(layertap("status", LAYERTAP_CONFIG="layertap.toml"), 2, f"layertap: layertap.toml: {said}")
 

@@ -525,6 +525,11 @@ def plan(**known: Any) -> dict[str, Any]:
     } | known
 
 
+def test_one_row_is_no_rows() -> None:
+    assert next(of_dataset.alarm_lines(alarm("zero_mask", "odd", 1, [3]))) == "! 1 row: odd; do something"
+    assert [figures.counted(count, "row") for count in (0, 1, 1200)] == ["0 rows", "1 row", "1,200 rows"]
+
+
 def alarm(name: str, what: str, count: int, lines: list[int], *, fatal: bool = False) -> dict[str, Any]:
     rows = [{"file": "rows.jsonl", "line": line, "seen": "odd"} for line in lines]
     return {"id": name, "fatal": fatal, "what": what, "remedy": "do something", "count": count, "rows": rows}
