@@ -31,7 +31,7 @@ from backends.errors import ExitCode, LayertapError, RunDied, UsageError
 from backends.folders import absolute
 from backends.frames import FrameError, pack, read_frame
 from backends.jobs import JOBS, describe, draws_from, refuse_second, require_same, start_job
-from backends.launch import Launching, launch
+from backends.launch import EMBEDDED, Launching, check_layers, launch, named_folder
 from backends.logs import PartHead, read_part
 from backends.outbox import Outbox
 from backends.sample import Sampler
@@ -113,6 +113,15 @@ class Agent:
     def situation(self, model: str | None = None) -> Situation:
         """This host's GPUs, and what the config of the model in that folder says; see `backends.situation`."""
         return read_situation(Path(model).expanduser() if model else None)
+
+    def check_model(self, model: str) -> None:
+        """Refuse a model that is none; its weights may still be missing."""
+        if not model.startswith(EMBEDDED):
+            named_folder(model)
+
+    def check_layers(self, launching: dict[str, Any]) -> None:
+        """Refuse layers that a launch could not draw, as far as that is seen here; see `backends.launch`."""
+        check_layers(msgspec.convert(launching, Launching))
 
     def launch(self, launching: dict[str, Any]) -> dict[str, Any]:
         """Launch a server; answers once its process runs, not when it is ready."""

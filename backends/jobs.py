@@ -11,9 +11,11 @@ import msgspec
 
 from backends.errors import Locked, RunDied, UsageError
 from backends.folders import absolute
-from backends.launch import model_folder
+from backends.launch import as_launching, check_layers, model_folder
 from backends.runs import CODE, Run, Runs, python_path, write_json
+from backends.sglang import Launch
 from capture.dumps.dump import read_tap
+from capture.layers import LayerChoice
 from capture.server import Server
 from capture.tap.settings import SETTINGS_VARIABLE, TapSettings, replica_folder
 
@@ -75,6 +77,8 @@ def start_job(runs: Runs, payload: Path, kind: str, job: dict[str, Any], port: i
     elif kind == "tune":
         if not job["launch"]["embedded"]:
             refuse_beside(runs)
+        merged, choice = msgspec.convert((job["launch"], job["layers"]), tuple[Launch, LayerChoice])
+        job["layers"] = msgspec.to_builtins(check_layers(as_launching(merged, choice, None)))
         job["payload"] = str(payload)
         details = {"profile": job["launch"]["profile"], "model": job["launch"]["model"]}
         details |= {key: job[key] for key in ("only", "given")}
@@ -182,7 +186,7 @@ def refuse_second(runs: Runs, output: str) -> None:
     """Raise Locked where an extraction into `output` runs."""
     for run in runs.all("extract"):
         if run.spec.details.get("output") == output and run.alive():
-            raise Locked(f"an extraction into {output} runs already: {run.id}")
+            raise Locked(f"an extraction into {output} runs already: {run.id}; `layertap stop {run.id}` stops it")
 
 
 def refuse_beside(runs: Runs) -> None:

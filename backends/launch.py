@@ -13,15 +13,19 @@ from typing import Any
 import msgspec
 
 from backends.errors import Locked, NotReady, UsageError
+from backends.folders import absolute
 from backends.ports import port_free
 from backends.runs import CODE, Run, Runs, python_path
 from backends.sglang import Launch, mask_argv, masked
+from backends.situation import read_layers
+from capture import layers
 from capture.dumps.dump import DumpError, make_private
-from capture.layers import LayerChoice
+from capture.layers import LayerChoice, LayerError
 from capture.tap.settings import SETTINGS_VARIABLE, TapSettings
 
 EMBEDDED = "embedded:"
 INDEX = "model.safetensors.index.json"
+OVERRIDE = "--json-model-override-args"  # with it, what config.json says need not hold
 LFS_POINTER = b"version https://git-lfs"
 SHOWN_NAMES = 3
 
@@ -70,18 +74,20 @@ def as_launching(merged: Launch, layers: LayerChoice, dump_root: str | None) -> 
 
 
 def launch(all_runs: Runs, payload: Path, asked: Launching, version: str | None) -> Run:
-    """Start the server detached. Raises Locked (port taken), NotReady (no SGLang), UsageError (model, dump root)."""
+    """Start the server detached.
+
+    Raises Locked (port taken), NotReady (no SGLang), UsageError (model, layers, dump root).
+    """
     if version is None:
         raise NotReady(f"{sys.executable} has no sglang; choose SGLang's own Python with --python")
-    for run in all_runs.all("server"):
-        if run.spec.port == asked.port and run.alive():
-            raise Locked(f"a server of ours runs on port {asked.port} already: {run.id}")
+    all_runs.refuse_second(asked.port)
     for run in all_runs.all("tune"):
         if not asked.embedded and run.id != asked.details.get("tune") and run.alive():
             raise Locked(f"{run.id} measures servers on this host's GPUs; wait for it, or `layertap stop {run.id}`")
     if not port_free(asked.port):
         raise Locked(f"port {asked.port} is taken by a process that is not ours; stop it or choose another --port")
     model = model_folder(asked.model)
+    choice = check_layers(asked)
     root = dump_root(asked.dump_root)
     remove_dead_dumps(all_runs, root)
     secret = secrets.token_hex(8)
@@ -89,7 +95,7 @@ def launch(all_runs: Runs, payload: Path, asked: Launching, version: str | None)
     def prepare(run: Run) -> dict[str, str]:
         folder = make_private(root / run.id)
         settings = TapSettings(
-            dump_dir=str(folder), secret=secret, layers=asked.layers, memory=asked.memory, writers=asked.writers
+            dump_dir=str(folder), secret=secret, layers=choice, memory=asked.memory, writers=asked.writers
         )
         return {SETTINGS_VARIABLE: msgspec.json.encode(settings).decode()}
 
@@ -113,8 +119,8 @@ def launch(all_runs: Runs, payload: Path, asked: Launching, version: str | None)
             **asked.details,
             "profile": asked.profile,
             "model": model,
-            "layers": msgspec.to_builtins(asked.layers),
-            "layers_words": asked.layers.words(),
+            "layers": msgspec.to_builtins(choice),
+            "layers_words": choice.words(),
             "env": {name: masked(name, value) for name, value in asked.env.items()},
         },
     )
@@ -152,16 +158,50 @@ def relaunch(all_runs: Runs, dead: Run) -> Run:
     )
 
 
+def check_layers(asked: Launching) -> LayerChoice:
+    """The layers that are asked for, a drafter's path made absolute: the server stands in a folder of its own.
+
+    Raises UsageError for a drafter's file that is none, and for layers that the model has not by its config.json:
+    a server finds that only once the weights are loaded.
+    """
+    choice = asked.layers
+    if choice.draft is not None:
+        choice = LayerChoice(draft=absolute(choice.draft))
+    try:
+        layers.check(choice, _layer_count(asked))
+    except LayerError as error:
+        raise UsageError(str(error)) from error
+    return choice
+
+
+def _layer_count(asked: Launching) -> int | None:
+    if any(word.partition("=")[0] == OVERRIDE for word in asked.argv):
+        return None
+    if asked.model.startswith(EMBEDDED):  # which need not be made yet
+        from backends.embedded import models
+
+        return models.LAYERS.get(asked.model.removeprefix(EMBEDDED))
+    return read_layers(Path(asked.model).expanduser())
+
+
 def model_folder(model: str) -> str:
     """Where the model lies; an embedded one is made first. Raises UsageError where it is not there."""
     if model.startswith(EMBEDDED):
         return str(embedded_model(model.removeprefix(EMBEDDED)))
-    path = Path(model).expanduser()
-    if not (path / "config.json").exists():
-        raise UsageError(f"model {path}: no config.json there; give the folder of a downloaded model on the host")
+    path = named_folder(model)
     if missing := missing_shards(path):
         raise UsageError(f"model {path}: {_named(missing)} not there or no weights; download the model again")
     return str(path)
+
+
+def named_folder(model: str) -> Path:
+    """The folder of a model that is not embedded, its weights unseen. Raises UsageError where there is no model."""
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        raise UsageError(f"model {path}: there is no such folder; give that of a downloaded model on the host")
+    if not (path / "config.json").exists():
+        raise UsageError(f"model {path}: no config.json there; give the folder of a downloaded model on the host")
+    return path
 
 
 def missing_shards(model: Path) -> list[str]:

@@ -321,19 +321,21 @@ class Runs:
             time.sleep(0.02)
         if supervisor.poll() == Locked.exit_code:
             _remove(run, spec)
-            raise Locked(self._locked_by(spec.port, lock))
+            self.refuse_second(spec.port)
+            raise Locked(f"{lock} is held by another process")
         if run.running is None:
             _write_exit(run.folder, supervisor.wait())
             raise RunDied(f"{spec.kind} could not be started: {_tail(run.log)}")
         threading.Thread(target=supervisor.wait, daemon=True).start()  # so that it leaves no zombie
 
-    def _locked_by(self, port: int | None, lock: Path | None) -> str:
-        holder = next((run for run in self.all("server") if run.spec.port == port and run.alive()), None)
-        if holder is not None:
-            return (
-                f"a server of ours runs on port {port} already: {holder.id}; adopt it, stop it or choose another port"
-            )
-        return f"{lock} is held by another process"
+    def refuse_second(self, port: int | None) -> None:
+        """Raise Locked where a server of ours runs on that port."""
+        for run in self.all("server"):
+            if run.spec.port == port and run.alive():
+                raise Locked(
+                    f"a server of ours runs on port {port} already: {run.id}; `layertap stop {run.id}` stops it, "
+                    "or choose another --port"
+                )
 
 
 def supervise(folder: Path, see_to: Callable[[Run, subprocess.Popen[bytes]], int] | None = None) -> int:

@@ -378,7 +378,8 @@ def _lineage(name: str, profiles: Mapping[str, Profile], children: tuple[str, ..
     """The profile and all that it extends, farthest first, each once."""
     if name not in profiles:
         user = f"profile {children[-1]} extends {name}, which" if children else f"profile {name}"
-        raise ProfileError(f"{user} does not exist{_suggestion(name, profiles)}")
+        there = _suggestion(name, profiles) or f"; there are {', '.join(profiles)}"
+        raise ProfileError(f"{user} does not exist{there}")
     if name in children:
         raise ProfileError(f"profiles extend each other in a circle: {' -> '.join([*children, name])}")
     profile = profiles[name]

@@ -217,6 +217,8 @@ def run_plan(job: PlanJob) -> tuple[int, Any]:
         shown = plan.show_rows(job.rows, encoder, job.show, tokenizer)
         return (1 if any(row.reason for row in shown) else 0), {"schema": 1, "shown": shown}
     sizes = {name: float(found.bytes_per_token(hidden, job.layers, itemsize)) for name, found in chosen.items()}
+    if job.output:
+        plan.refuse_unwritable(Path(job.output))
     made = plan.make_plan(
         tokenise(job.rows, tokenizer, options, vocab_size=vocabulary, workers=parallel.default_workers()),
         sizes,

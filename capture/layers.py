@@ -118,17 +118,31 @@ def boundaries_of(model: Any, ids: list[int] | None) -> list[int]:
             module.capture_aux_hidden_states = flag
 
 
+def check(choice: LayerChoice, count: int | None) -> None:
+    """Look at what can be told before a model is loaded: the drafter's file, and whether `count` layers have these.
+
+    Raises LayerError. Without a count only the file is looked at; what passes may still be refused by `resolve`.
+    """
+    ids = choice.eagle_ids if choice.draft is None else draft_ids(choice.draft)
+    if count is None:
+        return
+    if (boundaries := _named(choice)) is not None:
+        _check_range(boundaries, count, choice)
+    # An id is a boundary or the layer before it, by model and version: both begin and end within the layers.
+    elif wrong := [one for one in ids or () if not 0 <= one < count]:
+        raise LayerError(
+            f"{choice.words()}: id {_join(wrong)} is outside 0 to {count - 1}, the model has {count} layers"
+        )
+
+
 def resolve(model: Any, choice: LayerChoice, sglang_version: str) -> Layers:
     """Resolve `choice` on a loaded SGLang model through the model's own setter.
 
     Raises LayerError for layers that the model does not have or that its setter cannot name.
     """
     count = len(inner_model(model).layers)
-    if choice.boundaries is not None:
-        boundaries = sorted(choice.boundaries)
-    elif choice.outputs is not None:
-        boundaries = sorted(output + 1 for output in choice.outputs)
-    else:
+    boundaries = _named(choice)
+    if boundaries is None:
         boundaries = boundaries_of(model, choice.eagle_ids if choice.draft is None else draft_ids(choice.draft))
     _check_range(boundaries, count, choice)
     serve_ids = _serve_ids(model, boundaries)
@@ -148,8 +162,10 @@ def draft_ids(path: str) -> list[int] | None:
     """
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LayerError(f"drafter config {path}: {error}") from error
+    except OSError as error:
+        raise LayerError(f"drafter config {path}: {error.strerror}; give the file's path on the host") from error
+    except ValueError as error:
+        raise LayerError(f"drafter config {path} is not JSON: {error}; give the drafter's config.json") from error
     nested = (config.get("eagle_config") or {}) if isinstance(config, dict) else None
     if not isinstance(nested, dict) or not (nested or "draft_vocab_size" in config or _called_eagle3(config)):
         raise LayerError(f"{path} is no EAGLE-3 drafter's config.json; give the drafter's, not the model's")
@@ -194,6 +210,13 @@ def _serve_ids(model: Any, boundaries: list[int]) -> list[int]:
         f"no EAGLE-3 ids make SGLang's {type(model).__name__} capture boundaries {_join(boundaries)}, so no drafter "
         "could be served with them; choose other layers"
     )
+
+
+def _named(choice: LayerChoice) -> list[int] | None:
+    """The boundaries that were named as such or as outputs, ascending; None where ids stand for them."""
+    if choice.boundaries is not None:
+        return sorted(choice.boundaries)
+    return None if choice.outputs is None else sorted(output + 1 for output in choice.outputs)
 
 
 def _check_range(boundaries: list[int], count: int, choice: LayerChoice) -> None:

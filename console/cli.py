@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cyclopts import CycloptsError
+from cyclopts import CycloptsError, CycloptsPanel, UnusedCliTokensError
 
 from backends.errors import ExitCode, LayertapError, UsageError
 from console import data_verbs, server_verbs  # noqa: F401 - they register their verbs
@@ -102,11 +103,24 @@ def demo(
     return code(outcome)
 
 
+def _too_many(verb: list[str], words: list[str]) -> str:
+    """What is wrong with words that nothing takes."""
+    if verb:
+        return f"{' '.join(verb)} takes no {words[0]!r} there; see `layertap {' '.join(verb)} --help`"
+    close = difflib.get_close_matches(words[0], [name for name in app if not name.startswith("-")], 1)
+    meant = f"; did you mean {close[0]}?" if close else ""
+    return f"no command is called {words[0]!r}{meant or '; see `layertap --help`'}"
+
+
 def main() -> None:
     """Entry point: run a verb, end with its exit code."""
     try:
-        code = app(result_action="return_value", exit_on_error=False, print_error=True)
-    except CycloptsError:
+        code = app(result_action="return_value", exit_on_error=False, print_error=False)
+    except UnusedCliTokensError as error:
+        sys.stderr.write(f"layertap: {_too_many(list(error.command_chain or []), error.unused_tokens or [])}\n")
+        code = ExitCode.USAGE
+    except CycloptsError as error:
+        (error.console or app.error_console).print(CycloptsPanel(error))
         code = ExitCode.USAGE
     except LayertapError as error:
         sys.stderr.write(f"layertap: {printable(str(error))}\n")

@@ -75,10 +75,22 @@ def load(path: Path | None) -> Config:
         if path:
             raise UsageError(f"{found}: there is no such file") from None
         return Config()
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise UsageError(f"{found} cannot be read: {error.strerror}; give a file like layertap.toml") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{found}: {error}") from error
     except msgspec.ValidationError as error:
-        raise UsageError(f"{found}: {error}{_suggestion(str(error))}") from error
+        raise UsageError(f"{found}: {_with_host(str(error), table)}{_suggestion(str(error))}") from error
+
+
+def _with_host(error: str, table: dict[str, Any]) -> str:
+    """The error with the name of the host that it is about, which msgspec does not tell."""
+    for name, host in table["host"].items() if "`$.host[...]" in error else ():
+        try:
+            msgspec.convert(host, HostConfig)
+        except msgspec.ValidationError:
+            return error.replace("`$.host[...]", f"`$.host.{name}")
+    return error
 
 
 def _suggestion(error: str) -> str:

@@ -11,11 +11,14 @@ from console.options import (
     PORTS,
     ROW_OPTIONS,
     Common,
+    NotNegative,
     Port,
+    Positive,
     RowOptions,
     app,
     asked_formats,
     asked_row_options,
+    host_model,
     host_path,
     open_host,
 )
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 @app.command(name="try")
 def try_prompt(
     text: str,
+    /,
     *,
     chat: bool = False,
     port: Port | None = None,
@@ -72,11 +76,12 @@ def probe(*, against_hf: bool = False, port: Port | None = None, common: Common 
 @app.command
 def plan(
     rows: Path,
+    /,
     *,
     output: Path | None = None,
     format: str | None = None,
     model: str | None = None,
-    layers: int = 3,
+    layers: Positive = 3,
     show: list[str] | None = None,
     port: Port | None = None,
     trust_remote_code: bool = False,
@@ -96,14 +101,14 @@ def plan(
         trust_remote_code: let the model's own tokenizer code run.
     """
     from console import headless
-    from console.words import of_dataset
+    from console.words import figures, of_dataset
 
     with open_host(common) as session:
         job = {
             "rows": host_path(rows, common),
             "output": host_path(output, common) if output else None,
             "formats": asked_formats(format, session),
-            "model": model and host_path(Path(model), common),
+            "model": host_model(model, common),
             "layers": layers,
             "show": show or [],
             "trust_remote_code": trust_remote_code,
@@ -111,12 +116,15 @@ def plan(
         }
         run = session.start("plan", job, port)
         shown = of_dataset.chosen_rows if show else of_dataset.plan
-        return headless.end_job(session, run, lambda now: f"{now['rows']:,} rows read …", shown, common.json)
+        return headless.end_job(
+            session, run, lambda now: f"{figures.counted(now['rows'], 'row')} read …", shown, common.json
+        )
 
 
 @app.command
 def extract(
     rows: Path,
+    /,
     *,
     output: Path,
     format: str | None = None,
@@ -124,7 +132,7 @@ def extract(
     watch: bool = False,
     detach: bool = False,
     allow_volatile: bool = False,
-    restart_server: int = 0,
+    restart_server: NotNegative = 0,
     options: RowOptions = ROW_OPTIONS,
     common: Common = COMMON,
 ) -> int:
@@ -169,7 +177,7 @@ def extract(
 
 def _follow_extraction(session: Session, run_id: str, as_json: bool, watch: bool) -> int:
     from console import headless
-    from console.words import of_run
+    from console.words import figures, of_run
 
     run: dict[str, Any] = {}
     narration = headless.EventNarration()
@@ -187,15 +195,15 @@ def _follow_extraction(session: Session, run_id: str, as_json: bool, watch: bool
     headless.ProgressLine.clear()
     code, result = session.finish(run)
     headless.out(result, as_json, lambda _: of_run.extraction(run))
-    for name, why in (("bad_rows", "bad"), ("overlong_rows", "too long")):
+    for name, what in (("bad_rows", "bad row"), ("overlong_rows", "overlong row")):
         if result[name]:
-            rows = "row was" if result[name] == 1 else "rows were"
-            headless.say(f"{result[name]:,} {rows} {why} and gave no sample; `layertap logs {run_id}` says which")
+            rows = figures.counted(result[name], what)
+            headless.say(f"{rows} gave no sample; `layertap logs {run_id}` says why")
     return code
 
 
 @app.command
-def pull(dataset: str, target: Path, *, samples: str | None = None, common: Common = COMMON) -> int:
+def pull(dataset: str, target: Path, /, *, samples: str | None = None, common: Common = COMMON) -> int:
     """Copy a dataset, finished or not, from the host to this machine; the same command again goes on.
 
     Args:
@@ -227,7 +235,7 @@ def pull(dataset: str, target: Path, *, samples: str | None = None, common: Comm
 
 
 @app.command
-def verify(dataset: Path, *, sample: int | None = None, common: Common = COMMON) -> int:
+def verify(dataset: Path, /, *, sample: int | None = None, common: Common = COMMON) -> int:
     """Verify a dataset in every format that it holds, or a folder of dumps, reading every file; exit 1 where any fails.
 
     Args:
@@ -246,7 +254,7 @@ def verify(dataset: Path, *, sample: int | None = None, common: Common = COMMON)
 
 
 @app.command
-def diff(a: Path, b: Path, *, common: Common = COMMON) -> int:
+def diff(a: Path, b: Path, /, *, common: Common = COMMON) -> int:
     """Compare two datasets by content: samples, masks and every state; exit 1 where they differ.
 
     Args:
@@ -265,10 +273,11 @@ def diff(a: Path, b: Path, *, common: Common = COMMON) -> int:
 @app.command
 def export(
     dataset: Path,
+    /,
     *,
     format: str,
     output: Path | None = None,
-    draft_vocab: int | None = None,
+    draft_vocab: Positive | None = None,
     allow_volatile: bool = False,
     common: Common = COMMON,
 ) -> int:
@@ -297,7 +306,7 @@ def export(
 
 
 @app.command
-def sample(dataset: Path, number: int, *, trust_remote_code: bool = False, common: Common = COMMON) -> int:
+def sample(dataset: Path, number: int, /, *, trust_remote_code: bool = False, common: Common = COMMON) -> int:
     """Show one sample token by token: the loss mask, the states' norms, odd rows; exit 1 where it is not verified.
 
     Args:

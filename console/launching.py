@@ -21,7 +21,7 @@ TAP_DEFAULTS = {
 
 
 def pairs(words: list[str], option: str) -> dict[str, Any]:
-    """`NAME=VALUE` words; a bare NAME is a flag that is on, NAME=unset takes one away."""
+    """`NAME=VALUE` words; a bare NAME is a flag that is on, NAME=unset takes one away. Raises UsageError."""
     found: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -29,6 +29,14 @@ def pairs(words: list[str], option: str) -> dict[str, Any]:
             raise UsageError(f"{option} {word!r}: expected NAME=VALUE")
         found[name] = {"true": True, "false": False}.get(value, value) if equals else True
     return found
+
+
+def variables(words: list[str], option: str) -> dict[str, Any]:
+    """`NAME=VALUE` words of an environment, whose values are texts; NAME=unset takes one away. Raises UsageError."""
+    for word in words:
+        if word.find("=") < 1:
+            raise UsageError(f"{option} {word!r}: expected NAME=VALUE")
+    return {name: value for name, _, value in (word.partition("=") for word in words)}
 
 
 def layer_choice(given: dict[str, Any], of_profile: dict[str, Any] | None) -> LayerChoice:
@@ -48,7 +56,12 @@ def tap_options(memory: str | None, writers: int | None) -> dict[str, Any]:
 
 
 def suitable(session: Session, model: str | None) -> dict[str, Any]:
-    """The profiles, those that suit the host and the model first, each with in what it differs."""
+    """The profiles, those that suit the host and the model first, each with in what it differs.
+
+    Raises UsageError where the model is not there: then nobody knows what suits it.
+    """
+    if model is not None:
+        session.host.request("check_model", model=model)
     found = session.situation(model)
     listed = candidates(session.profiles, session.hello["sglang"], found)
     return {"schema": 1, "situation": msgspec.to_builtins(found), "profiles": msgspec.to_builtins(listed)}

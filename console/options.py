@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import App, Group, Parameter
+from cyclopts import App, Group, Parameter, validators
 
 from backends.errors import UsageError
 from backends.ports import require_port
@@ -41,6 +42,9 @@ def _require_ports(_: object, given: int | list[int] | None) -> None:
 
 PORTS = Parameter(validator=_require_ports)
 Port = Annotated[int, PORTS]
+Seconds = Annotated[float, Parameter(validator=validators.Number(gt=0, lt=math.inf))]
+Positive = Annotated[int, Parameter(validator=validators.Number(gte=1))]
+NotNegative = Annotated[int, Parameter(validator=validators.Number(gte=0))]
 
 
 @Parameter(name="*")
@@ -93,9 +97,10 @@ class LayerOptions:
     draft: Annotated[str | None, Parameter(group=LAYERS)] = None
     """A drafter's config.json on the host."""
 
-    def given(self) -> dict[str, Any]:
-        """What was said."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+    def given(self, common: Common) -> dict[str, Any]:
+        """What was said, the drafter's path as the host takes it."""
+        said = {name: value for name, value in vars(self).items() if value is not None}
+        return said if self.draft is None else said | {"draft": host_path(Path(self.draft), common)}
 
 
 @Parameter(name="*")
@@ -106,7 +111,7 @@ class SettingOptions:
     set: Annotated[tuple[str, ...], Parameter(group=SETTINGS)] = ()
     """A server argument, NAME=VALUE or NAME; NAME=unset removes it."""
     env: Annotated[tuple[str, ...], Parameter(group=SETTINGS)] = ()
-    """An environment variable, NAME=VALUE."""
+    """An environment variable, NAME=VALUE; NAME=unset removes it."""
     memory: Annotated[str | None, Parameter(group=SETTINGS)] = None
     """What the tap may take for states under way, e.g. "48 GiB", or bytes."""
     writers: Annotated[int | None, Parameter(group=SETTINGS)] = None
@@ -115,11 +120,11 @@ class SettingOptions:
     def overrides(self) -> Overrides:
         """What was said."""
         from backends.sglang import Overrides
-        from console.launching import pairs, tap_options
+        from console.launching import pairs, tap_options, variables
 
         return Overrides(
             args=pairs(list(self.set), "--set"),
-            env=pairs(list(self.env), "--env"),
+            env=variables(list(self.env), "--env"),
             tap=tap_options(self.memory, self.writers),
         )
 
@@ -167,6 +172,13 @@ def asked_row_options(options: RowOptions, session: Session) -> dict[str, Any]:
         "last_turn_only": options.last_turn_only,
         "allow_ignored_roles": options.allow_ignored_roles,
     }
+
+
+def host_model(model: str | None, common: Common) -> str | None:
+    """A model as the host takes it: its folder, or the name of an embedded one."""
+    from backends.launch import EMBEDDED
+
+    return model if model is None or model.startswith(EMBEDDED) else host_path(Path(model), common)
 
 
 def host_path(path: Path, common: Common) -> str:

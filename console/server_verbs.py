@@ -19,8 +19,10 @@ from console.options import (
     Common,
     LayerOptions,
     Port,
+    Seconds,
     SettingOptions,
     app,
+    host_model,
     host_path,
     open_host,
 )
@@ -32,7 +34,7 @@ def launch(
     *,
     model: str | None = None,
     port: Port = DEFAULT_PORT,
-    timeout: float = 3600.0,
+    timeout: Seconds = 3600.0,
     detach: bool = False,
     dry_run: bool = False,
     layers: LayerOptions = LAYER_OPTIONS,
@@ -53,14 +55,16 @@ def launch(
     from console.launching import layer_choice, shown, suitable
     from console.words import of_host, of_server
 
+    model = host_model(model, common)
     with open_host(common) as session:
         if profile is None:
             headless.out(suitable(session, model), common.json, of_host.candidates)
             raise UsageError("say which profile to launch; + suits this host and model")
         merged = session.plan_launch(profile, model, port, settings.overrides())
-        choice = layer_choice(layers.given(), merged.layers)
+        choice = layer_choice(layers.given(common), merged.layers)
         differs = merged.match.differs(session.situation(merged.model)) if merged.match else None
         if dry_run:
+            session.check_layers(merged, choice)
             headless.out(shown(merged, choice.words(), differs), common.json, of_server.launch)
             return ExitCode.OK
         for one in differs or []:
@@ -91,8 +95,8 @@ def tune(
     *,
     model: str | None = None,
     only: str | None = None,
-    seconds: float = 5.0,
-    timeout: float = 3600.0,
+    seconds: Seconds = 5.0,
+    timeout: Seconds = 3600.0,
     name: str | None = None,
     write: bool = False,
     run: str | None = None,
@@ -121,6 +125,7 @@ def tune(
 
     if run is None and profile is None:
         raise UsageError("say which profile to tune; `layertap launch` lists those that suit this host")
+    model = host_model(model, common)
     with open_host(common) as session:
         if run is not None:
             found = session.host.request("run", run_id=run)
@@ -134,14 +139,14 @@ def tune(
         if run is None:
             overrides = settings.overrides()
             merged = session.plan_launch(profile, model, DEFAULT_PORT, overrides)
-            said = tuned.given(model, layers.given(), overrides)
+            said = tuned.given(model, layers.given(common), overrides)
             chosen = [word.strip() for word in only.split(",")] if only else []
             same = {"profile": profile, "model": merged.model, "only": chosen, "given": said}
             alive = [one for one in session.host.request("all", kind="tune") if going_on(one)]
             found = next((one for one in alive if one["details"] == same), None)
             told = f"attached to {found['id']}, which tunes {profile} already" if found else ""
             if not found:
-                choice = layer_choice(layers.given(), merged.layers)
+                choice = layer_choice(layers.given(common), merged.layers)
                 found = session.tune(merged, choice, chosen, seconds, timeout, said)
                 told = f"started {found['id']}; its log is {found['log']}"
         try:
@@ -255,7 +260,7 @@ def doctor(
     from console.words import of_host
 
     with open_host(common) as session:
-        wanted = Wanted(profile, model, port, host_path(output, common) if output else None)
+        wanted = Wanted(profile, host_model(model, common), port, host_path(output, common) if output else None)
         report = examine(session, wanted)
         if active:
             run = session.start("doctor", measuring(session, wanted))
@@ -283,7 +288,7 @@ def stacks(run: str | None = None, *, port: Port | None = None, common: Common =
 
 
 @app.command
-def diagnose(file: Path, *, json: bool = False) -> int:
+def diagnose(file: Path, /, *, json: bool = False) -> int:
     """Say what a server's log shows, without its host: what, since when, evidence, what to do; exit 1 where it is bad.
 
     Args:

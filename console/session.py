@@ -71,6 +71,11 @@ class Session:
         folder = None if model is None or model.startswith(EMBEDDED) else model
         return msgspec.convert(self.host.request("situation", model=folder), Situation, strict=False)
 
+    def check_layers(self, merged: sglang.Launch, layers: LayerChoice) -> None:
+        """Raises UsageError where the host sees that a launch could not draw these layers; starts nothing."""
+        launching = as_launching(merged, layers, self.dump_root)
+        self.host.request("check_layers", launching=msgspec.to_builtins(launching))
+
     def launch(self, merged: sglang.Launch, layers: LayerChoice) -> dict[str, Any]:
         """Launch a server; returns its run at once, long before it is ready."""
         launching = as_launching(merged, layers, self.dump_root)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from backends.doctor.pcie import bar1, link_generation, link_width, peers
-from backends.doctor.report import Asked, Check, Place, Question, amount, judge, numbered, unknown
+from backends.doctor.report import CONTROL, Asked, Check, Place, Question, amount, judge, numbered, unknown
 from backends.doctor.software import torch_cuda
 from backends.gpus import Examined, Gpu, Reading, examine_gpus
 from backends.sglang import parse_version
@@ -17,7 +17,6 @@ from backends.sglang import parse_version
 USED_BYTES = 500 << 20  # a driver keeps less than that for itself
 FRACTION = 0.85  # of a GPU's memory that SGLang takes where the profile does not say
 HOT_C = 88
-CONTROL = "/dev/nvidiactl"  # there where a driver is
 LEAST_POWER = 0.8  # of the default limit: prefill loses about as much as is taken away
 SLOWED = frozenset({"hw_slowdown", "hw_thermal", "hw_power_brake"})
 WARM = "sw_thermal"

@@ -6,8 +6,7 @@ import ctypes
 import re
 import resource
 
-from backends.doctor.gpus import CONTROL
-from backends.doctor.report import Asked, Check, Place, Question, amount, judge, unknown
+from backends.doctor.report import CONTROL, Asked, Check, Place, Question, amount, judge, unknown
 from backends.survival import danger
 from capture.tap.memory import rooms
 

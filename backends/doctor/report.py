@@ -14,6 +14,7 @@ from backends.runs import Runs
 
 Status = Literal["pass", "warn", "fail", "unknown"]
 GROUPS = ("gpu", "pcie", "driver", "host", "network", "disks", "sglang", "session", "link", "leftovers")
+CONTROL = "/dev/nvidiactl"  # there where a driver of GPUs is
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):

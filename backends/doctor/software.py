@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from backends.doctor.report import Asked, Check, Place, Question, amount, judge
+from backends.doctor.report import CONTROL, Asked, Check, Place, Question, amount, judge
 from backends.launch import EMBEDDED
 from backends.sglang import OLDEST, matches
 from capture.gate import TESTED
@@ -27,6 +27,7 @@ WEIGHTY = (
     "sgl-kernel",
     "xgrammar",
 )  # what breaks starts
+KERNELS = ("sglang-kernel", "sgl-kernel")  # by SGLang's version; it runs on no GPU without
 SHOWN = 6
 SYS_PTRACE = 1 << 19  # a capability
 WORDS = {"0": "processes of the same user", "1": "a process's own children", "2": "root", "3": "nobody"}
@@ -55,6 +56,9 @@ def pins(place: Place, asked: Asked) -> list[Check]:
         return []
     wanted = _pinned("sglang")
     off = [f"{name} {_version(name) or 'missing'} (wants {want})" for name, want in wanted.items() if _off(name, want)]
+    if off and _for_cpu(place, asked):
+        seen = f"a CPU engine: {len(off)} of {len(wanted)} pinned packages differ, as SGLang wants them for GPUs"
+        return [judge("sglang.packages", seen, "", pinned=len(wanted), differing=len(off))]
     shown = ", ".join(sorted(off, key=lambda text: not text.startswith(WEIGHTY))[:SHOWN])
     return [
         judge(
@@ -68,6 +72,12 @@ def pins(place: Place, asked: Asked) -> list[Check]:
             differing=len(off),
         )
     ]
+
+
+def _for_cpu(place: Place, asked: Asked) -> bool:
+    """Whether SGLang runs on the CPU alone: without its GPU kernels, or with torch's CPU build, and no GPU is meant."""
+    without = not any(map(_version, KERNELS)) or (_version("torch") or "").endswith("+cpu")
+    return without and (asked.embedded or not place.path(CONTROL).exists())
 
 
 def nccl(place: Place, asked: Asked) -> list[Check]:

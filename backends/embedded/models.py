@@ -23,6 +23,7 @@ from typing import Any
 
 SEED = 20_250
 VOCABULARY = 1024
+LAYERS = {"kimi-k2_5": 61, "deepseek-v3": 8, "llama": 8}
 SPECIAL_TOKENS = [
     "<s>",
     "</s>",
@@ -132,7 +133,7 @@ def make_deepseek(folder: Path) -> None:
     """A DeepSeek-V3 shape: MLA and MoE, 8 layers, 128 wide."""
     from transformers import DeepseekV3ForCausalLM
 
-    config = _deepseek_shape(layers=8, hidden=128)
+    config = _deepseek_shape(layers=LAYERS["deepseek-v3"], hidden=128)
     _save(folder, DeepseekV3ForCausalLM, config, extra=DEEPSEEK_FOR_SGLANG)
 
 
@@ -144,7 +145,7 @@ def make_llama(folder: Path) -> None:
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=8,
+        num_hidden_layers=LAYERS["llama"],
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
@@ -163,7 +164,9 @@ def make_kimi(folder: Path) -> None:
     from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
 
     text = folder / "text"
-    _save(text, DeepseekV3ForCausalLM, _deepseek_shape(layers=61, hidden=128), extra=DEEPSEEK_FOR_SGLANG)
+    _save(
+        text, DeepseekV3ForCausalLM, _deepseek_shape(layers=LAYERS["kimi-k2_5"], hidden=128), extra=DEEPSEEK_FOR_SGLANG
+    )
     _save_tokenizer(folder)
     weights = load_file(text / "model.safetensors")
     save_file({f"language_model.{key}": value for key, value in weights.items()}, folder / "model.safetensors")

@@ -146,7 +146,8 @@ def read_manifest(output: Path) -> Manifest:
     try:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError:
-        raise ManifestError(f"{output} is no dataset: it has no manifest.json") from None
+        why = "it has no manifest.json" if output.is_dir() else "there is no such folder"
+        raise ManifestError(f"{output} is no dataset: {why}") from None
     except (OSError, msgspec.MsgspecError) as error:
         raise ManifestError(f"{path}: {error}") from error
     if manifest.format != FORMAT:

@@ -253,21 +253,25 @@ def _beside_samples(output: Path, manifest: Manifest, ledger: Ledger, names: lis
 def _belonging_to_none(
     output: Path, manifest: Manifest, ledger: Ledger, names: list[str], owners: _Owners
 ) -> Iterator[Failure]:
-    """Files that a trainer would take for samples, and that are none; and formats that the manifest does not know."""
+    """Files among the samples', of whatever kind, that are none; and formats that the manifest does not know."""
     for name in formats.FORMATS:
         if name not in manifest.formats and (output / name).is_dir():
             yield Failure(None, name, f"the folder {name} is here, the manifest knows no such format; remove it")
     written = {file.path for _, file in ledger.all_files()}
     for name in names:
         chosen = formats.find(name)
-        kind = Path(chosen.path(0)).suffix
+        made = manifest.finished.get(name)
+        beside = {file.path for file in made.files} if made else set()
+        # Where nothing is known of what its trainer reads beside the samples, only what looks like one is a stranger.
+        kind = Path(chosen.path(0)).suffix if chosen.finishes and not made else ""
         # A killed run leaves files that the ledger does not know yet; their samples are reported as not written.
-        known = written | {chosen.path(sample.number) for sample in ledger.samples()}
+        known = written | beside | {chosen.path(sample.number) for sample in ledger.samples()}
         samples_lie_in = os.path.commonpath([chosen.path(0), chosen.path(1 << 40)])
         for folder, _, files in os.walk(output / samples_lie_in):
             for file in sorted(files):
                 path = str(Path(folder, file).relative_to(output))
-                if not file.endswith(kind) or file.startswith(".") or path in known:
+                # What a killed run or a pull has not finished is taken up again.
+                if file.startswith(".") or file.endswith(".part") or not file.endswith(kind) or path in known:
                     continue
                 try:
                     owner = owners.of(name, checksum(output / path)[1])

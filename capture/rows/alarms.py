@@ -42,6 +42,18 @@ KINDS = {
     ),
     "mask_cut_off": ("all that is in the loss was cut off", "raise --max-length, or leave these rows out"),
     "zero_mask": ("nothing is in the loss", "leave these rows out: no trainer learns from them"),
+    "unknown_role": (
+        "a message's role is none that is known, and what it says is not in the loss",
+        "correct it: a role is system, developer, user, assistant, tool, function or ipython",
+    ),
+    "empty_turn": (
+        "a turn of the assistant's in the loss has no text",
+        "leave the turn out: a drafter would learn to say nothing",
+    ),
+    "calls_left_out": (
+        "the chat template does not render the assistant's tool calls",
+        "give the model a chat template that does, or leave these rows out: the call is not in the loss",
+    ),
     "bos_twice": (
         "the text begins with two BOS tokens",
         "take the BOS out of the rows or out of the template: serving sends one",
@@ -95,4 +107,5 @@ class Alarms:
 def words(alarm: Any) -> str:
     """An alarm and its first row in one line."""
     first = alarm.rows[0]
-    return f"{alarm.count:,} rows: {alarm.what} (first {first.file}:{first.line}, {first.seen}); {alarm.remedy}"
+    rows = "1 row" if alarm.count == 1 else f"{alarm.count:,} rows"
+    return f"{rows}: {alarm.what} (first {first.file}:{first.line}, {first.seen}); {alarm.remedy}"

@@ -68,12 +68,8 @@ class ChatTemplate:
 
     def encode(self, messages: list[Message], tools: list[dict[str, Any]] | None, last_only: bool) -> Encoded:
         """Ids and mask of a chat. Raises `Refused` for this row, `InputError` for a template of no use to any."""
-        if not self._probe.takes_parts:
-            messages = [_join_parts(message) for message in messages]
-        messages = [_as_served(message, self._probe.takes_null) for message in messages]
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if last_only:
-            turns = turns[-1:]
+        messages = [self._served(message) for message in messages]
+        turns = _turns(messages, last_only)
         if self._marks_generation(tools):
             return self._by_marks(messages, tools, turns[0] if last_only and turns else 0)
         return self._by_prefixes(messages, tools, turns)
@@ -88,6 +84,37 @@ class ChatTemplate:
             return self._render(said, None, False) == self._render([said[0], said[0]], None, False)
         except Refused:
             return False
+
+    def textless(self, messages: list[Message], last_only: bool) -> tuple[str | None, str | None]:
+        """The first turn in the loss that says nothing, and the first whose tool calls the template does not render.
+
+        None where there is none. What else a message holds, its reasoning or calls, is text where it is rendered.
+        """
+        empty = uncalled = None
+        for number in _turns(messages, last_only):
+            message = messages[number]
+            if message.get("tool_calls"):
+                if self._renders_alike(message, {key: message[key] for key in message if key != "tool_calls"}):
+                    uncalled = uncalled or f"message {number + 1}"
+            elif not _said(message.get("content")) and self._renders_alike(message, {"role": message["role"]}):
+                empty = empty or f"message {number + 1}"
+        return empty, uncalled
+
+    def _renders_alike(self, message: Message, less: Message) -> bool:
+        """Whether a message reads like one that holds `less` of it, alone behind a question: a chat may be long."""
+        if message.keys() - {"content"} == less.keys() - {"content"}:
+            return True
+        question = {"role": "user", "content": self.PROBE}
+        less = {**less, "content": message.get("content") or ""}
+        try:
+            as_it_is, without = (self._render([question, self._served(one)], None, False) for one in (message, less))
+        except Refused:
+            return False
+        return as_it_is == without
+
+    def _served(self, message: Message) -> Message:
+        """A message as SGLang's chat endpoint hands it to the template."""
+        return _as_served(message if self._probe.takes_parts else _join_parts(message), self._probe.takes_null)
 
     def special_in(self, messages: list[Message]) -> str | None:
         """The first special token that stands in what somebody says, and where; None where there is none."""
@@ -301,12 +328,27 @@ def _mask_of_spans(spans: list[tuple[int, int]], offsets: list[tuple[int, int]])
     return mask
 
 
+def _turns(messages: list[Message], last_only: bool) -> list[int]:
+    """The indices of what the assistant says that is in the loss."""
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    return turns[-1:] if last_only else turns
+
+
+def _said(content: Any) -> bool:
+    """Whether content, a string or text parts, is more than space."""
+    return any(text.strip() for text in ([content] if isinstance(content, str) else _part_texts(content)))
+
+
+def _part_texts(content: Any) -> list[str]:
+    return [part["text"] for part in content or ()]
+
+
 def _join_parts(message: Message) -> Message:
     """The message with its text parts as one string, joined as SGLang's chat endpoint joins them."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    return {**message, "content": " ".join(part["text"] for part in content)}
+    return {**message, "content": " ".join(_part_texts(content))}
 
 
 def _as_served(message: Message, takes_null: bool) -> Message:

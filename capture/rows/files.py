@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,6 +13,22 @@ from capture.rows.chat import InputError, Refused
 from capture.rows.json_rows import open_file, read_json
 
 SUFFIXES = (".parquet", ".jsonl")  # of the files that a folder of rows is made of
+HEAD = 1 << 20  # bytes by which a file is told
+# What a file of another kind begins with, what it is, and what to do. UTF-32 comes before the UTF-16 in it.
+OTHER_KINDS = (
+    (b"\x1f\x8b", "is compressed by gzip", "gunzip it"),
+    (b"\x28\xb5\x2f\xfd", "is compressed by zstd", "unzstd it"),
+    (b"\xfd7zXZ\0", "is compressed by xz", "unxz it"),
+    (b"BZh", "is compressed by bzip2", "bunzip2 it"),
+    (b"PK\3\4", "is a zip archive", "unzip it"),
+    (b"ARROW1", "is an Arrow file", "save its rows as Parquet or JSON lines"),
+    (b"\xff\xfe\0\0", "is UTF-32 text", "save it as UTF-8"),
+    (b"\0\0\xfe\xff", "is UTF-32 text", "save it as UTF-8"),
+    (b"\xff\xfe", "is UTF-16 text", "save it as UTF-8"),
+    (b"\xfe\xff", "is UTF-16 text", "save it as UTF-8"),
+)
+# Never JSON, and a sign that a lone carriage return, which ends no line for us, was meant to.
+_LONE_RETURN = re.compile(rb"\}[ \t]*\r\s*\{")
 
 Raw: TypeAlias = "bytes | dict[str, Any] | Refused"
 """A row as it was read: a line of JSON, an object, or why there is none."""
@@ -49,7 +66,25 @@ def _hash_file(path: Path) -> str:
 def _read_part(part: Path, wanted: Collection[str] | None) -> Iterator[tuple[int, Raw]]:
     if part.is_dir():
         return table_rows.read_saved(part, wanted)
-    return table_rows.read_parquet(part, wanted) if table_rows.is_parquet(part) else read_json(part)
+    if table_rows.is_parquet(part):
+        return table_rows.read_parquet(part, wanted)
+    _refuse_other_kinds(part)
+    return read_json(part)
+
+
+def _refuse_other_kinds(path: Path) -> None:
+    """Raise `InputError` for what is no JSON by its name and first bytes: else each line of it were a bad row."""
+    with open_file(path) as file:
+        head = file.readline(HEAD)
+    if path.suffix == ".parquet" and head:
+        raise InputError(f"{path} is no Parquet file, whatever its name says: copy it again, or call it what it is")
+    for begins, what, remedy in OTHER_KINDS:
+        if head.startswith(begins):
+            raise InputError(f"{path} {what}: {remedy}, and give what comes of it")
+    if b"\0" in head[:4]:
+        raise InputError(f"{path} is no UTF-8 text but UTF-16 or something else: save it as UTF-8, and give that")
+    if _LONE_RETURN.search(head):
+        raise InputError(f"{path} has lines that end with a lone carriage return: save it with \\n at their ends")
 
 
 def _parts(path: Path) -> list[Path]:

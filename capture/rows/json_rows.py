@@ -55,6 +55,7 @@ def _read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def parse_line(raw: bytes) -> dict[str, Any] | Refused:
     """The row that a line holds."""
+    raw = raw.rstrip(b" \t\r\n")  # else what is missing at the line's end is said to be missing in the next one
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:

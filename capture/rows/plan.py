@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -159,6 +160,14 @@ def make_plan(
         output=None if output is None else str(output),
         preview=_preview(shown, tokenizer) if shown else None,
     )
+
+
+def refuse_unwritable(output: Path) -> None:
+    """Raise `InputError` where a dataset's folder, or the nearest parent that exists, is none that we may write to."""
+    folder = output.absolute()
+    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise InputError(f"{output} cannot be written: {nearest} is no folder that we may write to; choose another one")
 
 
 def show_rows(path: str, encoder: Encoder, wanted: list[str], tokenizer: Any) -> list[Shown]:

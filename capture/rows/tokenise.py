@@ -32,6 +32,7 @@ ROLES = {
     "system": "system",
 }
 """ShareGPT's `from` -> role."""
+KNOWN_ROLES = frozenset({*ROLES.values(), "developer", "tool", "function", "ipython"})
 COLUMNS = ("input_ids", "loss_mask", "messages", "conversations", "prompt", "response")
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 _TEXT_ONLY = "only text can be drawn yet; leave the row out, or keep its text alone"
@@ -121,7 +122,7 @@ def _why_no_tokenizer(model: Path, trust_remote_code: bool, error: Exception) ->
         return f"{model}: no such model folder, nor a model of that name in the local Hugging Face cache"
     config = model / "tokenizer_config.json"
     if not trust_remote_code and config.is_file() and b'"auto_map"' in config.read_bytes():
-        return f"the tokenizer of {model} is code of the model's own: allow it with trust_remote_code"
+        return f"the tokenizer of {model} is code of the model's own: allow it with --trust-remote-code"
     return f"{model} has no tokenizer that transformers can load ({first_line(error)})"
 
 
@@ -209,8 +210,12 @@ class Encoder:
         encoded = self.template.encode(chat, _tools(fields.get("tools")), options.last_turn_only)
         if self.template.ignores_roles:
             alarms["ignores_roles"] = f"{len(chat)} messages"
-        if found := self.template.special_in(chat):
-            alarms["special_from_text"] = found
+        for number, message in enumerate(chat, start=1):
+            if message["role"] not in KNOWN_ROLES:
+                alarms.setdefault("unknown_role", f"{message['role']!r:.60} in message {number}")
+        empty, uncalled = self.template.textless(chat, options.last_turn_only)
+        found = {"empty_turn": empty, "calls_left_out": uncalled, "special_from_text": self.template.special_in(chat)}
+        alarms |= {name: seen for name, seen in found.items() if seen}
         return encoded
 
 
@@ -223,7 +228,7 @@ def _unknown_shape(fields: dict[str, Any]) -> str:
     if "input_ids" in fields:
         return "input_ids without loss_mask: give both, or text"
     keys = ", ".join(map(repr, fields))
-    return f"no chat among the keys {keys}: name the columns with prompt_column and response_column"
+    return f"no chat among the keys {keys}: name the columns with --prompt-column and --response-column"
 
 
 def _given_ids(ids: Any, mask: Any) -> Encoded:

@@ -19,6 +19,11 @@ def size(count: float | None) -> str:
     return f"{count:,.0f} TB" if count >= 99.95 else f"{count:.3g} TB"
 
 
+def counted(count: int, noun: str) -> str:
+    """How many of something: `1 row`, `1,200 rows`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def duration(seconds: float | None) -> str:
     """Seconds in words: `2 h 14 m`, `95 s`."""
     if seconds is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 from console.words import figures
@@ -15,7 +16,7 @@ ODD_SHOWN = 5
 def plan(made: dict[str, Any]) -> Iterator[str]:
     """A plan in lines."""
     yield (
-        f"{made['rows']:,} rows · {made['samples']:,} good · {made['skipped']:,} overlong, skipped · "
+        f"{figures.counted(made['rows'], 'row')} · {made['samples']:,} good · {made['skipped']:,} overlong, skipped · "
         f"{made['truncated']:,} truncated · {made['bad']:,} bad"
     )
     if made["samples"]:
@@ -43,7 +44,8 @@ def plan(made: dict[str, Any]) -> Iterator[str]:
 
 def alarm_lines(alarm: dict[str, Any]) -> Iterator[str]:
     """An alarm, and the first rows that have it."""
-    yield f"{figures.sign(alarm['fatal'])} {alarm['count']:,} rows: {alarm['what']}; {alarm['remedy']}"
+    rows = figures.counted(alarm["count"], "row")
+    yield f"{figures.sign(alarm['fatal'])} {rows}: {alarm['what']}; {alarm['remedy']}"
     for odd in alarm["rows"][:ODD_SHOWN]:
         yield f"    {odd['file']}:{odd['line']}: {odd['seen']}"
 
@@ -173,12 +175,28 @@ def compared(made: dict[str, Any]) -> Iterator[str]:
         yield f"  {name}: {state['different']:,} of {state['samples']:,} samples differ · {how}"
     if made["not_compared"]:
         yield f"  not in both: {', '.join(made['not_compared'])}"
-    for one in made["differences"]:
-        numbers = [number for number in (one["a"], one["b"]) if number is not None]
-        yield f"  sample {' = '.join(map(str, dict.fromkeys(numbers)))}: {one['what']}"
+    yield from _differences(made)
     more = made["different"] + made["only_a"] + made["only_b"] - len(made["differences"])
     if more:
         yield f"  and {more:,} more"
+
+
+def _differences(made: dict[str, Any]) -> Iterator[str]:
+    """The samples that differ; those of consecutive numbers of which the same is said share a line."""
+    places = {"only in the first": f"only in {made['a']}", "only in the second": f"only in {made['b']}"}
+    found = [
+        (list(dict.fromkeys(n for n in (one["a"], one["b"]) if n is not None)), places.get(one["what"], one["what"]))
+        for one in made["differences"]
+    ]
+    # Alike, in a row, and of one number each: then number minus place is the same.
+    keys = [(what, numbers[0] - place if len(numbers) == 1 else numbers) for place, (numbers, what) in enumerate(found)]
+    for _, group in groupby(zip(keys, found, strict=True), key=lambda pair: pair[0]):
+        same = [one for _, one in group]
+        numbers, what = same[0]
+        if len(same) > 1:
+            yield f"  samples {numbers[0]}-{same[-1][0][0]}: {what}"
+        else:
+            yield f"  sample {' = '.join(map(str, numbers))}: {what}"
 
 
 def exported(made: dict[str, Any]) -> Iterator[str]:

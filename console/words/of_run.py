@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from console.session import going_on
 from console.words import figures, of_server
 
 EVENTS = {
@@ -31,15 +32,43 @@ CHANGES_SHOWN = 48  # characters
 
 
 def extraction(run: dict[str, Any]) -> Iterator[str]:
-    """An extraction's state in lines."""
-    yield f"extraction {run['id']}: {run['state']} -> {run['details']['output']}"
+    """An extraction's state in lines: how far it is, and where it has ended how, and what to do."""
+    yield f"extraction {run['id']}: {how(run)} -> {run['details']['output']}"
     if run["progress"]:
-        yield f"  {progress(run['progress'])}"
+        # What has ended has no rate, and nothing is left to it.
+        over = {} if going_on(run) else {"tokens_per_second": None, "eta_seconds": None}
+        yield f"  {progress(run['progress'] | over)}"
         for failure in run["progress"]["failures"][:3]:
             yield f"  failed: sample {failure['sample']}: {failure['reason']}"
     result = run["result"] or {}
     if "error" in result:
         yield f"  {result['error']}"
+    if _cut_short(run):
+        yield "  give the same command again: it goes on where this one ended"
+
+
+def how(run: dict[str, Any]) -> str:
+    """How a job that writes a dataset is, or how it has ended."""
+    ended = run["exit"]
+    if going_on(run) or not ended:
+        return str(run["state"])
+    if ended["code"] == 0:
+        return "finished"
+    if ended["code"] == 1 and run["result"]:
+        return "finished, not all of it good"
+    if run["stop_asked"]:
+        return "stopped"
+    return f"failed with {ended['code']}" if ended["signal"] is None else f"killed by signal {ended['signal']}"
+
+
+def _cut_short(run: dict[str, Any]) -> bool:
+    """Whether the same command would go on: not where an error says what to do first."""
+    ended = run["exit"]
+    if ended and ended["code"] in (0, 1) and run["result"]:  # to its end
+        return False
+    if run["stop_asked"] or run["state"] == "died":
+        return True
+    return bool(ended) and (ended["signal"] is not None or not run["result"])
 
 
 def run(shown: dict[str, Any]) -> Iterator[str]:
@@ -82,7 +111,7 @@ def event(one: dict[str, Any]) -> str:
 def progress(now: dict[str, Any]) -> str:
     """An extraction's progress in one line."""
     if now["phase"] in ("preparing", "tokenising", "probing"):
-        return f"{now['phase']} … {now['rows']:,} rows" if now.get("rows") else f"{now['phase']} …"
+        return f"{now['phase']} … {figures.counted(now['rows'], 'row')}" if now.get("rows") else f"{now['phase']} …"
     if now["phase"] == "relaunching":
         return "the server died and is launched again …"
     rate = now["tokens_per_second"]

@@ -30,7 +30,7 @@ def phase_bar(status: dict[str, Any]) -> str:
         detail = f" ({phase['detail']})" if phase["detail"] and ended is None else ""
         name = figures.dashed(phase["id"])
         parts.append(name if phase["id"] == "ready" else f"{name} {took}{detail}")
-    return " > ".join(parts) or "nothing logged yet"
+    return " > ".join(parts) or "no start-up phase seen"
 
 
 def server(status: dict[str, Any]) -> Iterator[str]:

@@ -81,7 +81,7 @@ def test_a_server_that_cannot_come_up_again_ends_the_run_and_says_why(
     assert console.returncode == 9, narration
     why = (
         "the server was launched again 2 times and did not come up, the same way each time: "
-        f"model {work / 'model'}: no config.json there; give the folder of a downloaded model on the host"
+        f"model {work / 'model'}: there is no such folder; give that of a downloaded model on the host"
     )
     assert f"layertap: {why}\n" in narration
     told = [event for event in history(layertap) if not event["event"].startswith("trouble")]

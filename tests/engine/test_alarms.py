@@ -15,6 +15,9 @@ from capture.rows.tokenise import Encoder, Row, RowOptions, tokenise
 
 ROLES_ALIKE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 BY_PLACE = "{% for m in messages %}{{ '<|user|>' if loop.index0 % 2 == 0 else '<|assistant|>' }}{{ m['content'] }}</s>{% endfor %}"
+CALLS_WITHOUT_TEXT = PLAIN.replace(
+    "{{ m['content'] }}", "{{ m['content'] or '' }}{{ m.tool_calls | tojson if m.tool_calls }}"
+)
 TWO_BOS = "{{ bos_token }}{{ bos_token }}" + PLAIN
 
 
@@ -65,6 +68,54 @@ def test_special_tokens_that_come_from_text(tmp_path):
     assert found(tmp_path, PLAIN, rows[1]) == [("special_from_text", 1, 1, "<s> in message 4 (assistant)")]
     assert found(tmp_path, PLAIN, rows[2]) == [("special_from_text", 1, 1, "<|end|> in message 1 (user)")]
     assert found(tmp_path, PLAIN, rows[3]) == [], "added tokens that are not special are text that means something"
+
+
+def says(content, **more):
+    """A question, and a turn of the assistant's."""
+    return {"messages": [*chat("one"), {"role": "assistant", "content": content, **more}]}
+
+
+CALLS = {"tool_calls": [{"type": "function", "name": "f", "function": {"name": "f", "arguments": "{}"}}]}
+PARTS_OF_NOTHING = [{"type": "text", "text": " "}]
+
+
+@pytest.mark.parametrize("role", ["asistant", "wizard", "Assistant", "gpt"])
+def test_a_role_that_nobody_knows(tmp_path, role):
+    row = {"messages": [*chat("one", "two", "three"), {"role": role, "content": "four"}]}
+    assert found(tmp_path, PLAIN, row) == [("unknown_role", 1, 1, f"{role!r} in message 4")]
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "tool", "function", "ipython"])
+def test_roles_that_are_known(tmp_path, role):
+    row = {"messages": [{"role": role, "content": "be"}, *chat("one", "two")]}
+    share_gpt = {"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": role}]}
+    assert found(tmp_path, PLAIN, row, share_gpt) == []
+
+
+@pytest.mark.parametrize("template", [PLAIN, CHATML, CHATML_MARKED, CONTENT_MARKED])
+@pytest.mark.parametrize("content", ["", " \n", [], PARTS_OF_NOTHING])
+def test_a_turn_without_text(tmp_path, template, content):
+    alarms = found(tmp_path, template, {"messages": TWO_TURNS}, says(content))
+    assert ("empty_turn", 1, 2, "message 2") in alarms
+
+
+@pytest.mark.parametrize("template", [PLAIN, CHATML_MARKED, CALLS_WITHOUT_TEXT])
+@pytest.mark.parametrize("content", [None, "", "two"])
+def test_tool_calls_that_the_template_leaves_out(tmp_path, template, content):
+    seen = [("calls_left_out", 1, 1, "message 2")]
+    assert found(tmp_path, template, says(content, **CALLS)) == ([] if template == CALLS_WITHOUT_TEXT else seen)
+
+
+def test_a_turn_that_only_thinks_is_text_where_that_is_rendered(tmp_path):
+    thinks = PLAIN.replace("{{ m['content'] }}", "{{ m.get('reasoning_content', '') }}{{ m['content'] }}")
+    assert found(tmp_path, thinks, says("", reasoning_content="two")) == []
+    assert found(tmp_path, PLAIN, says("", reasoning_content="two")) == [("empty_turn", 1, 1, "message 2")]
+
+
+def test_an_empty_turn_that_is_not_in_the_loss(tmp_path):
+    row = {"messages": chat("one", "", "three", "four")}
+    assert found(tmp_path, PLAIN, row, last_turn_only=True) == []
+    assert found(tmp_path, PLAIN, row) == [("empty_turn", 1, 1, "message 2")]
 
 
 def test_all_of_the_mask_cut_off(tmp_path):

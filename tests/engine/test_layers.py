@@ -13,7 +13,16 @@ import msgspec
 import pytest
 
 from backends import payload
-from capture.layers import LayerChoice, LayerError, Layers, ServeIds, draft_ids, inner_model, serve_ids_by_version
+from capture.layers import (
+    LayerChoice,
+    LayerError,
+    Layers,
+    ServeIds,
+    check,
+    draft_ids,
+    inner_model,
+    serve_ids_by_version,
+)
 
 # Makes models of SGLang's real classes that are empty but for what the setters touch, and resolves choices on them.
 SCRIPT = """
@@ -290,6 +299,50 @@ def test_no_drafter_no_layers(tmp_path: Path, text: str, refusal: str) -> None:
         draft_ids(str(path))
     assert str(path) in str(refused.value)
     assert refusal in str(refused.value)
+
+
+KIMI = 61
+
+
+@pytest.mark.parametrize(
+    ("said", "count", "refusal"),
+    [
+        ({"boundaries": [1, 60]}, KIMI, None),
+        ({"outputs": [0, 59]}, KIMI, None),
+        ({"eagle_ids": [0, 60]}, KIMI, None),  # a boundary in some versions and models, an output in others
+        ({"outputs": [1, 2, 99]}, None, None),
+        ({"boundaries": [9]}, 8, "boundaries 9: boundary 9 is outside 1 to 7, the model has 8 layers"),
+        (
+            {"outputs": [1, 2, 99]},
+            8,
+            "outputs of layers 1, 2, 99: boundary 100 is outside 1 to 7, the model has 8 layers",
+        ),
+        ({"eagle_ids": [3, 61]}, KIMI, "EAGLE-3 ids 3, 61: id 61 is outside 0 to 60, the model has 61 layers"),
+        ({"eagle_ids": [-1]}, KIMI, "EAGLE-3 ids -1: id -1 is outside 0 to 60, the model has 61 layers"),
+    ],
+)
+def test_what_is_seen_before_a_model_is_loaded(said: dict[str, Any], count: int | None, refusal: str | None) -> None:
+    try:
+        check(LayerChoice(**said), count)
+    except LayerError as error:
+        assert str(error) == refusal
+    else:
+        assert refusal is None
+
+
+def test_a_drafter_is_read_before_a_model_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    choice = LayerChoice(draft=str(path))
+    for count in (None, 8):
+        with pytest.raises(LayerError) as refused:
+            check(choice, count)
+        assert str(refused.value) == (
+            f"drafter config {path}: No such file or directory; give the file's path on the host"
+        )
+    path.write_text('{"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 8]}}')
+    check(choice, None)
+    with pytest.raises(LayerError, match="id 8 is outside 0 to 7, the model has 8 layers"):
+        check(choice, 8)
 
 
 def test_a_drafter_that_is_not_there(tmp_path: Path) -> None:

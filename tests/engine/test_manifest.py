@@ -156,6 +156,9 @@ def test_no_manifest_no_dataset(tmp_path: Path) -> None:
     with pytest.raises(ManifestError) as refused:
         manifest.read_manifest(tmp_path)
     assert str(refused.value) == f"{tmp_path} is no dataset: it has no manifest.json"
+    with pytest.raises(ManifestError) as refused:
+        manifest.read_manifest(tmp_path / "none")
+    assert str(refused.value) == f"{tmp_path}/none is no dataset: there is no such folder"
 
 
 @pytest.mark.parametrize(

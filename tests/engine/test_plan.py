@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from capture.rows.alarms import Odd
 from capture.rows.chat import InputError
-from capture.rows.plan import Plan, Preview, make_plan
+from capture.rows.plan import Plan, Preview, make_plan, refuse_unwritable
 from capture.rows.tokenise import BadRow, Row, RowOptions, Skipped, tokenise
 
 FILE = "rows.jsonl"
@@ -180,6 +181,20 @@ def test_free_space_is_unknown_where_it_cannot_be_asked(tmp_path, tokenizer):
         (tmp_path / "file").touch()
         plan = plan_of([row(1, 10)], tokenizer, output=output)
         assert (plan.free_bytes, plan.fits) == (None, None)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "new" / "out", tmp_path):
+        refuse_unwritable(output)
+    with pytest.raises(InputError) as refused:
+        refuse_unwritable(tmp_path / "file" / "out")
+    assert str(refused.value) == (
+        f"{tmp_path}/file/out cannot be written: {tmp_path}/file is no folder that we may write to; choose another one"
+    )
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # as on a read-only file system
+    with pytest.raises(InputError, match=f"{tmp_path} is no folder that we may write to"):
+        refuse_unwritable(tmp_path / "new" / "out")
 
 
 def test_progress(tokenizer):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import signal
 from pathlib import Path
@@ -215,6 +218,52 @@ def test_what_is_no_input_is_named(tmp_path, make_it, message):
         outcomes(path)
     assert str(refused.value).startswith(str(path))
     assert message in str(refused.value)
+
+
+ROW = json.dumps({"prompt": "one", "response": "two"})
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("bin.parquet", b"junk\n", "is no Parquet file, whatever its name says: copy it again, or call it what it is"),
+        ("rows.jsonl.gz", gzip.compress(ROW.encode()), "is compressed by gzip: gunzip it, and give what comes of it"),
+        ("rows.jsonl", lzma.compress(ROW.encode()), "is compressed by xz: unxz it, and give what comes of it"),
+        ("rows.jsonl", bz2.compress(ROW.encode()), "is compressed by bzip2: bunzip2 it, and give what comes of it"),
+        ("rows.jsonl", b"\x28\xb5\x2f\xfd..", "is compressed by zstd: unzstd it, and give what comes of it"),
+        ("rows.zip", b"PK\3\4..", "is a zip archive: unzip it, and give what comes of it"),
+        (
+            "rows.arrow",
+            b"ARROW1\0\0",
+            "is an Arrow file: save its rows as Parquet or JSON lines, and give what comes of it",
+        ),
+        ("rows.jsonl", ROW.encode("utf-16"), "is UTF-16 text: save it as UTF-8, and give what comes of it"),
+        ("rows.json", f"[{ROW}]".encode("utf-32"), "is UTF-32 text: save it as UTF-8, and give what comes of it"),
+        (
+            "rows.jsonl",
+            ROW.encode("utf-16-le"),
+            "is no UTF-8 text but UTF-16 or something else: save it as UTF-8, and give that",
+        ),
+        (
+            "rows.jsonl",
+            f"{ROW}\r{ROW}\r".encode(),
+            "has lines that end with a lone carriage return: save it with \\n at their ends",
+        ),
+    ],
+)
+def test_a_file_of_another_kind_is_one_error(tmp_path, name, data, said):
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(InputError) as refused:
+        outcomes(path)
+    assert str(refused.value) == f"{path} {said}"
+
+
+def test_a_carriage_return_inside_a_row_is_space(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "one",\r"response": "two"}\r\n' + ROW.encode())
+    (tmp_path / "rows.json").write_bytes(f"[{ROW},\r{ROW}]\r".encode())
+    for name in ("rows.jsonl", "rows.json"):
+        assert [type(row) for row in outcomes(tmp_path / name)] == [Row, Row]
 
 
 def test_the_hash_of_several_files_has_their_names_and_bytes(tables, tmp_path):

@@ -425,7 +425,10 @@ def test_given_ids_are_kept(tmp_path):
     ("row", "reason"),
     [
         ({}, "the object is empty"),
-        ({"question": "one", "answer": "two"}, "'question', 'answer': name the columns with prompt_column and resp"),
+        (
+            {"question": "one", "answer": "two"},
+            "'question', 'answer': name the columns with --prompt-column and --resp",
+        ),
         ({"messages": []}, "messages is an empty list"),
         ({"messages": "one"}, "messages is a string, not a list of messages"),
         ({"messages": ["one"]}, "message 1 is a string, not an object"),
@@ -550,6 +553,8 @@ def test_ids_of_the_model_that_its_tokenizer_does_not_know_are_planned(tmp_path,
     assert (plan.samples, plan.limit) == (2, 2)
     starting = SimpleNamespace(info=Mock(side_effect=ServerGone("no answer")))
     assert run_plan(msgspec.structs.replace(asked, server=starting))[1].limit is None
+    with pytest.raises(InputError, match=r"rows\.jsonl/out cannot be written"):
+        run_plan(msgspec.structs.replace(asked, output=str(rows / "out")))
     code, shown = run_plan(msgspec.structs.replace(asked, show=["2", "3"]))
     assert [row.reason for row in shown["shown"]] == [None, "token id 3000 is outside the vocabulary of 3000"]
 
@@ -584,6 +589,8 @@ OBJECT = '{"prompt": "one", "response": "two"}'
             [(1, "good"), (2, "not JSON: Expecting property name enclosed in double quo")],
         ),
         (f"{OBJECT}\n{OBJECT[:20]}", [(1, "good"), (2, "not JSON: Unterminated string starting at: column 19")]),
+        (f"{OBJECT[:-1]}\n{OBJECT}", [(1, "not JSON: Expecting ',' delimiter: column 36"), (2, "good")]),
+        (f"{OBJECT[:-1]} \r\n{OBJECT}", [(1, "not JSON: Expecting ',' delimiter: column 36"), (2, "good")]),
         (f"{OBJECT} {OBJECT}\n", [(1, "not JSON: Extra data: column 38")]),
         (f"7\n{OBJECT}\n", [(1, "not an object but a number: "), (2, "good")]),
         (f'{OBJECT}\n["one"]\nnull', [(1, "good"), (2, "not an object but a list: "), (3, "not an object but null: ")]),
@@ -725,7 +732,7 @@ def test_load_tokenizer(tmp_path):
         ({"config.json": '{"model_type": "llama"}', "tokenizer.json": "{"}, "has no tokenizer that transformers can"),
         (
             {"tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["a.B", null]}}'},
-            "allow it with trust_remote_code",
+            "allow it with --trust-remote-code",
         ),
     ],
 )

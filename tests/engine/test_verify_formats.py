@@ -244,6 +244,18 @@ def test_a_link_to_nothing(dataset: Path, name: str) -> None:
     assert failures(dataset) == [(None, name, why)]
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_stranger_of_another_kind(dataset: Path, name: str) -> None:
+    folder = Path(FORMATS[name].path(0)).parent
+    for place in (folder, folder.parent) if folder.name.startswith("rows_") else (folder,):
+        for file in (".hidden", "7.part"):
+            (dataset / place / file).touch()
+        assert failures(dataset) == []
+        (dataset / place / "stray.txt").write_text("x")
+        assert failures(dataset) == [(None, name, f"{place}/stray.txt belongs to no sample; remove it")]
+        (dataset / place / "stray.txt").unlink()
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 def test_the_folder_of_a_format_that_the_dataset_does_not_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool

@@ -236,7 +236,7 @@ async def test_a_plan_shows_mask_sizes_and_bad_rows_and_then_it_starts(monkeypat
         text = shown(app)
         assert "native: 71.7 kB a token -> 110 MB" in text
         assert f"! {ROWS}:4: messages is a string, not a list of messages" in text
-        assert "? 1 rows: nothing is in the loss; leave these rows out" in text
+        assert "? 1 row: nothing is in the loss; leave these rows out" in text
         assert f"{ROWS}:7: 12 tokens" in text
         assert "<|user|>a [list]?<|assistant|>[42<|end|>]" in text
         options = {

@@ -164,7 +164,7 @@ async def test_a_folder_that_is_no_dataset_yet(monkeypatch: Any, tmp_path: Path,
     app = made_console(MadeJobs(), answers)
     async with app.run_test(size=SIZE, notifications=True) as pilot:
         await open_screen(app, pilot)
-        await until_shown(pilot, "is no dataset: it has no manifest.json")
+        await until_shown(pilot, "is no dataset: there is no such folder")
 
 
 async def test_another_dataset_is_chosen(monkeypatch: Any, dataset: Path, answers: dict[str, Any]) -> None:

@@ -262,7 +262,9 @@ def test_a_second_extraction_into_the_same_folder(agent: Agent, start: Start, ho
     first = start("extract", details={"output": f"{home}/data"})
     with pytest.raises(Locked) as failed:
         agent.start("extract", {"output": output.format(home=home)})
-    assert str(failed.value) == f"an extraction into {home}/data runs already: {first.id}"
+    assert str(failed.value) == (
+        f"an extraction into {home}/data runs already: {first.id}; `layertap stop {first.id}` stops it"
+    )
     assert failed.value.exit_code == 7
 
 
@@ -284,7 +286,7 @@ def test_a_job_that_fails_says_why(agent: Agent, home: Path) -> None:
     run = agent.start("verify", {"output": "nothing"})
     ended: dict[str, Any] = until(lambda: (now := agent.run(run["id"]))["exit"] and now)
     assert ended["exit"].code == 2
-    assert ended["result"] == {"error": f"{home}/nothing is no dataset: it has no manifest.json"}
+    assert ended["result"] == {"error": f"{home}/nothing is no dataset: there is no such folder"}
     assert ended["details"] == {"output": f"{home}/nothing"}
     assert [event["event"] for event in ended["events"]] == ["started", "error", "ended"]
     assert ended["events"][1]["reason"] == ended["result"]["error"]

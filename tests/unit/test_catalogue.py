@@ -139,3 +139,9 @@ def test_an_entry_needs_no_code() -> None:
     found = load(GOOD)
     assert [one.id for one in found.of_line("there was no luck at all", None)] == ["one"]
     assert found.needles == ("no luck",)
+
+
+def test_an_argument_can_be_taken_away_where_it_came_from() -> None:
+    """From the profile, or from the command line."""
+    (bad,) = [one for one in ENTRIES if one.id == "bad-flag"]
+    assert bad.remedy and bad.remedy.endswith("take the argument away, in the profile or with --set NAME=unset")

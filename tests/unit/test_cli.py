@@ -144,6 +144,15 @@ def test_help_and_version(layertap: Callable[..., Ran]) -> None:
         ("status --loud", "--loud"),
         ("stop --port many", "--port"),
         ("extract rows.jsonl --output out --overlong cut", "--overlong"),
+        ("extract --output out", '"extract" parameter ROWS requires an argument'),
+        ("verify", '"verify" parameter DATASET requires an argument'),
+        ("launch base --timeout -1", '"-1.0" for --timeout'),
+        ("launch base --timeout nan", '"nan" for --timeout'),
+        ("tune base --timeout 0", '"0.0" for --timeout'),
+        ("tune base --seconds -5", '"-5.0" for --seconds'),
+        ("plan rows.jsonl --layers 0", '"0" for --layers'),
+        ("extract rows.jsonl --output out --restart-server -1", '"-1" for --restart-server'),
+        ("export out --format native --draft-vocab 0", '"0" for --draft-vocab'),
     ],
 )
 def test_words_that_are_not_understood(layertap: Callable[..., Ran], words: str, said: str) -> None:
@@ -196,7 +205,10 @@ def test_words_that_are_not_understood(layertap: Callable[..., Ran], words: str,
             "--max-length 0: give at least 1 token, or leave it out for the server's",
         ),
         ("verify out", "{home}/out: there is no such file or folder on this host"),
-        ("sample out 3", "{home}/out is no dataset: it has no manifest.json"),
+        ("sample out 3", "{home}/out is no dataset: there is no such folder"),
+        ("frobnicate", "no command is called 'frobnicate'; see `layertap --help`"),
+        ("lanch", "no command is called 'lanch'; did you mean launch?"),
+        ("status now", "status takes no 'now' there; see `layertap status --help`"),
     ],
 )
 def test_what_cannot_be_done_as_asked(layertap: Callable[..., Ran], home: Path, words: str, said: str) -> None:
@@ -216,7 +228,7 @@ def test_a_browsers_port_that_is_taken(layertap: Callable[..., Ran]) -> None:
 
 def test_a_mistake_in_the_config(layertap: Callable[..., Ran], home: Path) -> None:
     (home / "layertap.toml").write_text('[host.local]\npyhton = "/p"\n')
-    said = "Object contains unknown field `pyhton` - at `$.host[...]`; did you mean `python`?"
+    said = "Object contains unknown field `pyhton` - at `$.host.local`; did you mean `python`?"
     ended(layertap("status", "--config", "layertap.toml"), 2, f"layertap: layertap.toml: {said}")
     ended(layertap("status", LAYERTAP_CONFIG="layertap.toml"), 2, f"layertap: layertap.toml: {said}")
 
@@ -234,18 +246,43 @@ def test_a_mistake_in_the_config(layertap: Callable[..., Ran], home: Path) -> No
         ),
         ("bse --model /m", "profile bse does not exist; did you mean base?"),
         ("base --model /m --outputs 2 --set =8", "--set '=8': expected NAME=VALUE"),
+        ("base --model /m --outputs 2 --env FOO", "--env 'FOO': expected NAME=VALUE"),
+        *(
+            (f"{words} --dry-run", said)
+            for words, said in (
+                (
+                    "embedded-llama --outputs 1 2 99",
+                    "outputs of layers 1, 2, 99: boundary 100 is outside 1 to 7, the model has 8 layers",
+                ),
+                ("embedded-llama --boundaries 9", "boundaries 9: boundary 9 is outside 1 to 7, the model has 8 layers"),
+                (
+                    "embedded-kimi-k2_5 --draft /nope.json",
+                    "drafter config /nope.json: No such file or directory; give the file's path on the host",
+                ),
+                (
+                    "base --model /m --draft nope.json",
+                    "drafter config {home}/nope.json: No such file or directory; give the file's path on the host",
+                ),
+            )
+        ),
         (
             "base --model /m --outputs 2 --set host=0.0.0.0",
             "host 0.0.0.0 is not loopback: the server is reached over SSH and binds 127.0.0.1 only",
         ),
         (
             "base --model /m --outputs 2",
-            "model /m: no config.json there; give the folder of a downloaded model on the host",
+            "model /m: there is no such folder; give that of a downloaded model on the host",
         ),
+        (
+            "base --model m --outputs 2",
+            "model {home}/m: there is no such folder; give that of a downloaded model on the host",
+        ),
+        ("--model /m", "model /m: there is no such folder; give that of a downloaded model on the host"),
+        ("--model .", "model {home}: no config.json there; give the folder of a downloaded model on the host"),
     ],
 )
-def test_a_launch_that_is_refused(layertap: Callable[..., Ran], words: str, said: str) -> None:
-    ended(layertap("launch", *words.split(), PYTHONPATH=str(FAKE_SGLANG)), 2, f"layertap: {said}")
+def test_a_launch_that_is_refused(layertap: Callable[..., Ran], home: Path, words: str, said: str) -> None:
+    ended(layertap("launch", *words.split(), PYTHONPATH=str(FAKE_SGLANG)), 2, f"layertap: {said.format(home=home)}")
 
 
 # --- No connection: 3, no SGLang: 6, nothing there: 9, a bug: 70 ---
@@ -410,6 +447,11 @@ def test_without_a_profile_those_that_suit_the_host_are_listed(layertap: Callabl
     assert all_runs.all() == []
 
 
+def test_a_model_that_is_embedded_is_no_folder(layertap: Callable[..., Ran]) -> None:
+    ran = layertap("launch", "--model", "embedded:llama", PYTHONPATH=str(FAKE_SGLANG))
+    assert ran.stderr == "layertap: say which profile to launch; + suits this host and model\n"
+
+
 # --- A server's life ---
 
 
@@ -423,7 +465,8 @@ def test_from_launch_to_stop(launched: Callable[..., tuple[Ran, int]], layertap:
     assert "  ready …\n" in ran.stderr
 
     again, _ = launched(port=port)
-    ended(again, 7, f"layertap: a server of ours runs on port {port} already: {run_id}")
+    remedy = f"`layertap stop {run_id}` stops it, or choose another --port"
+    ended(again, 7, f"layertap: a server of ours runs on port {port} already: {run_id}; {remedy}")
 
     shown = layertap("status")
     assert (shown.returncode, shown.stderr) == (0, "")

@@ -69,7 +69,7 @@ def test_a_file_that_is_asked_for_must_be_there(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    assert refused(tmp_path) == f"{tmp_path}: [Errno 21] Is a directory: '{tmp_path}'"
+    assert refused(tmp_path) == f"{tmp_path} cannot be read: Is a directory; give a file like layertap.toml"
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
     [
         ("[hosts.local]", "Object contains unknown field `hosts`; did you mean `host`?"),
         (
-            '[host.local]\npyhton = "/p"',
-            "Object contains unknown field `pyhton` - at `$.host[...]`; did you mean `python`?",
+            '[host.gpu]\npython = "/p"\n[host.local]\npyhton = "/p"',
+            "Object contains unknown field `pyhton` - at `$.host.local`; did you mean `python`?",
         ),
         (
             "[extract]\nmax_length = 1",
@@ -86,7 +86,7 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
         ),
         ("[extract]\npython = 1", "Object contains unknown field `python` - at `$.extract`"),
         ("[zzz]", "Object contains unknown field `zzz`"),
-        ("[host.local]\npython = 3", "Expected `str | null`, got `int` - at `$.host[...].python`"),
+        ("[host.local]\npython = 3", "Expected `str | null`, got `int` - at `$.host.local.python`"),
         ('[extract]\nformat = "native"', "Expected `array`, got `str` - at `$.extract.format`"),
         ('[extract]\nmax-length = "long"', "Expected `int | null`, got `str` - at `$.extract.max-length`"),
         ('[extract]\noverlong = "drop"', "Invalid enum value 'drop' - at `$.extract.overlong`"),

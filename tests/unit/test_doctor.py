@@ -461,8 +461,35 @@ def test_packages_that_sglang_pins(place: Place, installed: Callable[..., None])
 def test_packages_that_are_not_what_sglang_wants(place: Place, installed: Callable[..., None]) -> None:
     installed("sglang", "0.5.23", "aaa==1", "torch==2.14.1")
     installed("torch", "2.11.0")
+    put(place, dev__nvidiactl="")
     (check,) = software.pins(place, ASKED)
     assert came(check) == ("warn", "2 of 2 pinned packages differ: torch 2.11.0 (wants 2.14.1), aaa missing (wants 1)")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "torch", "gpu", "asked", "status"),
+    [
+        (None, "2.11.0", False, ASKED, "pass"),
+        ("sglang-kernel", "2.11.0+cpu", False, ASKED, "pass"),
+        (None, "2.11.0", True, Asked(embedded=True), "pass"),
+        (None, "2.11.0", True, ASKED, "warn"),  # a GPU host that lacks the kernels
+        ("sglang-kernel", "2.11.0", False, ASKED, "warn"),  # an image for GPUs, looked at without one
+        ("sgl-kernel", "2.11.0", False, ASKED, "warn"),
+    ],
+)
+def test_a_cpu_engine_lacks_what_is_for_gpus(
+    place: Place, installed: Callable[..., None], kernel: str | None, torch: str, gpu: bool, asked: Asked, status: str
+) -> None:
+    installed("sglang", "0.5.23", "torch==2.14.1", "flashinfer_python==0.7.2")
+    installed("torch", torch)
+    if kernel:
+        installed(kernel, "0.4")
+    if gpu:
+        put(place, dev__nvidiactl="")
+    found, seen = came(software.pins(place, asked))
+    assert found == status
+    said = "a CPU engine: 2 of 2 pinned packages differ, as SGLang wants them for GPUs"
+    assert (seen == said) == (status == "pass")
 
 
 def test_nccl(place: Place, installed: Callable[..., None]) -> None:

@@ -17,9 +17,10 @@ from helpers import FAKE_SGLANG, until
 
 from backends import runs
 from backends.errors import Locked, NotReady, UsageError
-from backends.launch import Launching, launch
+from backends.launch import Launching, check_layers, launch
 from backends.ports import free_port, port_free
 from backends.runs import Run, Runs, stop
+from capture.layers import LayerChoice
 from capture.tap.settings import TapSettings
 
 Launch = Callable[..., Launching]
@@ -61,7 +62,10 @@ def test_a_port_that_a_stranger_holds(refused: Callable[..., str], home: Path) -
 def test_a_port_that_a_server_of_ours_holds(refused: Callable[..., str], server: Server) -> None:
     first = server("silent")
     port = first.spec.port
-    assert refused(Locked, port=port) == f"a server of ours runs on port {port} already: {first.id}"
+    assert refused(Locked, port=port) == (
+        f"a server of ours runs on port {port} already: {first.id}; `layertap stop {first.id}` stops it, or choose "
+        "another --port"
+    )
 
 
 def test_gpus_that_are_being_tuned_on(refused: Callable[..., str], start: Callable[..., Run]) -> None:
@@ -72,6 +76,10 @@ def test_gpus_that_are_being_tuned_on(refused: Callable[..., str], start: Callab
 
 
 def test_a_model_that_is_not_there(refused: Callable[..., str], home: Path) -> None:
+    assert refused(UsageError, model="~/none") == (
+        f"model {home}/none: there is no such folder; give that of a downloaded model on the host"
+    )
+    (home / "none").mkdir()
     assert refused(UsageError, model="~/none") == (
         f"model {home}/none: no config.json there; give the folder of a downloaded model on the host"
     )
@@ -92,6 +100,52 @@ def test_a_model_that_was_not_downloaded_to_its_end(refused: Callable[..., str],
     shown = ", ".join(names[1:4])
     sentence = f"model {model}: {shown} and 2 more are not there or no weights; download the model again"
     assert refused(UsageError, model=str(model)) == sentence
+
+
+def test_layers_that_the_model_has_not(refused: Callable[..., str], model: Path) -> None:
+    """A server finds that only once its weights are loaded."""
+    sentence = "outputs of layers 1, 99: boundary 100 is outside 1 to 7, the model has 8 layers"
+    for config in (
+        {"num_hidden_layers": 8},
+        {"text_config": {"num_hidden_layers": 8}, "vision_config": {"num_hidden_layers": 200}},
+        {"thinker_config": {"text_config": {"num_hidden_layers": 8}, "num_hidden_layers": 200}},
+    ):
+        (model / "config.json").write_text(json.dumps(config))
+        assert refused(UsageError, layers=LayerChoice(outputs=[1, 99])) == sentence
+
+
+def test_layers_of_an_embedded_model_are_refused_before_it_is_made(all_runs: Runs, launching: Launch) -> None:
+    with pytest.raises(UsageError, match="boundary 9 is outside 1 to 7, the model has 8 layers"):
+        check_layers(launching(model="embedded:llama", layers=LayerChoice(boundaries=[9])))
+
+
+@pytest.mark.parametrize("config", ["[]", "{}", '{"num_hidden_layers": "8"}', '{"text_config": 3}', "no JSON"])
+def test_layers_are_left_to_the_server_where_the_config_says_nothing(
+    launching: Launch, model: Path, config: str
+) -> None:
+    (model / "config.json").write_text(config)
+    assert check_layers(launching(layers=LayerChoice(outputs=[99]))) == LayerChoice(outputs=[99])
+
+
+def test_layers_are_left_to_the_server_where_the_config_is_overridden(launching: Launch, model: Path) -> None:
+    (model / "config.json").write_text('{"num_hidden_layers": 8}')
+    argv = ["-m", "sglang.launch_server", "--json-model-override-args", '{"num_hidden_layers": 100}']
+    assert check_layers(launching(layers=LayerChoice(outputs=[50]), argv=argv)) == LayerChoice(outputs=[50])
+
+
+def test_a_drafters_file(refused: Callable[..., str], launching: Launch, home: Path, model: Path) -> None:
+    """From the home folder, as every path on a host: the server stands in a folder of its own."""
+    assert refused(UsageError, layers=LayerChoice(draft="draft.json")) == (
+        f"drafter config {home}/draft.json: No such file or directory; give the file's path on the host"
+    )
+    (home / "draft.json").write_text('{"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 30]}}')
+    for said in ("draft.json", "~/draft.json", f"{home}/draft.json"):
+        made = check_layers(launching(layers=LayerChoice(draft=said)))
+        assert made == LayerChoice(draft=f"{home}/draft.json")
+    (model / "config.json").write_text('{"num_hidden_layers": 8}')
+    assert refused(UsageError, layers=LayerChoice(draft="draft.json")).endswith(
+        "id 30 is outside 0 to 7, the model has 8 layers"
+    )
 
 
 def test_a_dump_root_that_is_a_symbolic_link(refused: Callable[..., str], home: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from backends.errors import UsageError
 from capture.layers import LayerChoice
-from console.launching import differences, flags, layer_choice, pairs
+from console.launching import differences, flags, layer_choice, pairs, variables
 
 
 def test_pairs() -> None:
@@ -15,6 +15,15 @@ def test_pairs() -> None:
     }  # fmt: skip
     with pytest.raises(UsageError, match="--set '=1': expected NAME=VALUE"):
         pairs(["=1"], "--set")
+
+
+def test_variables_are_texts() -> None:
+    assert variables(["A=1", "B=", "C=true", "D=x=y", "E=unset"], "--env") == {
+        "A": "1", "B": "", "C": "true", "D": "x=y", "E": "unset",
+    }  # fmt: skip
+    for word in ("FOO", "=1"):
+        with pytest.raises(UsageError, match=f"--env '{word}': expected NAME=VALUE"):
+            variables([word], "--env")
 
 
 def test_layers_that_were_said_come_before_the_profile_s() -> None:

@@ -287,7 +287,8 @@ def test_a_second_server_on_a_port_is_told_of_the_first(start: Start, all_runs: 
     with pytest.raises(Locked) as failed:
         start("server", lock=lock, port=port, dump_root=home / "dumps", prepare=prepare)
     assert str(failed.value) == (
-        f"a server of ours runs on port {port} already: {first.id}; adopt it, stop it or choose another port"
+        f"a server of ours runs on port {port} already: {first.id}; `layertap stop {first.id}` stops it, or choose "
+        "another --port"
     )
     assert [folder.name for folder in (home / "dumps").iterdir()] == [first.id]
 

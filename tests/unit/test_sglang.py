@@ -261,6 +261,7 @@ def test_versions_without_plugins_are_refused(version: str) -> None:
         ("gpt-oss-120b-or-glm-moe-nvlink", "0.5.11", "is for SGLang >=0.5.14, and the host has 0.5.11"),
         ("embedded-llama", "0.5.16", "profile embedded-llama is for SGLang >=0.5.23"),
         ("bass", "0.5.23", "profile bass does not exist; did you mean base?"),
+        ("nosuch", "0.5.23", f"profile nosuch does not exist; there are {', '.join(load_profiles())}"),
         ("base", "main", "SGLang version 'main' cannot be read"),
     ],
 )

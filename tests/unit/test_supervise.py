@@ -158,7 +158,7 @@ def test_a_server_that_cannot_be_launched_again(extract: Extract, server: Server
     shutil.rmtree(model)
     kill(first)
     assert ended(run).code == 9
-    why = f"model {model}: no config.json there; give the folder of a downloaded model on the host"
+    why = f"model {model}: there is no such folder; give that of a downloaded model on the host"
     assert [(event["event"], event.get("reason")) for event in told(run)] == [
         ("relaunch", None),
         ("relaunch_failed", why),

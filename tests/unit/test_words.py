@@ -89,7 +89,7 @@ def test_a_server_that_has_logged_nothing() -> None:
     assert list(of_server.server(server())) == [
         "~ server server-20260101-120000-abcd: starting",
         "  profile mine · SGLang 0.5.23 · port 30000",
-        "  nothing logged yet",
+        "  no start-up phase seen",
         "  tensors: outputs of layers 2, 30, 58, not resolved yet",
     ]
 
@@ -338,28 +338,37 @@ def test_a_comparison_in_words() -> None:
         "read": ["native", "specforge"],
         "settings": ["--max-length was 4096, now 2048"],
         "equal": 5,
-        "different": 2,
-        "only_a": 1,
+        "different": 6,
+        "only_a": 4,
         "only_b": 1,
         "same": False,
         "states": {"final": equal, "boundary 3": off},
         "not_compared": ["last"],
         "differences": [
             {"a": 4, "b": None, "what": "only in the first"},
+            *({"a": number, "b": None, "what": "only in the first"} for number in (6, 7, 8)),
             {"a": None, "b": 9, "what": "only in the second"},
             {"a": 1, "b": 2, "what": "boundary 3 differs"},
+            {"a": 2, "b": 3, "what": "boundary 3 differs"},
+            {"a": 5, "b": 5, "what": "final differs"},
+            {"a": 6, "b": 6, "what": "final differs"},
+            {"a": 7, "b": 7, "what": "last differs"},
         ],
     }
     assert list(of_dataset.compared(made)) == [
-        "not the same: 5 samples equal · 2 different · 1 only in /a · 1 only in /b",
+        "not the same: 5 samples equal · 6 different · 4 only in /a · 1 only in /b",
         "read in native and specforge",
         "! --max-length was 4096, now 2048",
         "  boundary 3: 2 of 7 samples differ · off by 0.20% of a row's norm, at most 50.00%",
         "  final: 0 of 7 samples differ · equal",
         "  not in both: last",
-        "  sample 4: only in the first",
-        "  sample 9: only in the second",
+        "  sample 4: only in /a",
+        "  samples 6-8: only in /a",
+        "  sample 9: only in /b",
         "  sample 1 = 2: boundary 3 differs",
+        "  sample 2 = 3: boundary 3 differs",
+        "  samples 5-6: final differs",
+        "  sample 7: last differs",
         "  and 1 more",
     ]
 
@@ -407,16 +416,63 @@ def extraction(**known: Any) -> dict[str, Any]:
         "details": {"output": "/data"},
         "progress": None,
         "result": None,
+        "stop_asked": False,
+        "exit": None,
     } | known
+
+
+AGAIN = "  give the same command again: it goes on where this one ended"
+
+
+DONE = {"bad_rows": 0}
+
+
+@pytest.mark.parametrize(
+    ("code", "signal", "known", "said", "more"),
+    [
+        (0, None, {"result": DONE}, "finished", []),
+        (1, None, {"result": DONE}, "finished, not all of it good", []),
+        (0, None, {"result": DONE, "stop_asked": True}, "finished", []),  # before it heard of the stop
+        (1, None, {}, "failed with 1", [AGAIN]),
+        (9, None, {"result": {"error": "no server; launch one"}}, "failed with 9", ["  no server; launch one"]),
+        (None, 9, {}, "killed by signal 9", [AGAIN]),
+        (None, 15, {"stop_asked": True}, "stopped", [AGAIN]),
+        (130, None, {"stop_asked": True, "result": {"error": "asked"}}, "stopped", ["  asked", AGAIN]),
+    ],
+)
+def test_how_an_extraction_ended(
+    code: int | None, signal: int | None, known: dict[str, Any], said: str, more: list[str]
+) -> None:
+    exit = {"code": code, "signal": signal, "at": 1.0}
+    now = extraction(state="exited", exit=exit, progress=progress(), **known)
+    assert list(of_run.extraction(now)) == [
+        f"extraction extract-1: {said} -> /data",
+        "  2,500 / 10,000 samples · 123 GB",
+        *more,
+    ]
+
+
+def test_an_extraction_of_which_no_end_is_known() -> None:
+    assert list(of_run.extraction(extraction(state="died"))) == ["extraction extract-1: died -> /data", AGAIN]
+    elsewhere = extraction(state="elsewhere")
+    assert list(of_run.extraction(elsewhere)) == ["extraction extract-1: elsewhere -> /data"]
 
 
 def test_an_extraction() -> None:
     failures = [{"sample": number, "format": None, "reason": "too long"} for number in (9, 8, 7, 6)]
     assert list(of_run.extraction(extraction())) == ["extraction extract-1: running -> /data"]
-    now = extraction(state="exited", progress=progress(failed=4, failures=failures), result={"error": "/data is full"})
+    now = extraction(progress=progress(failed=4, failures=failures))
     assert list(of_run.extraction(now)) == [
-        "extraction extract-1: exited -> /data",
+        "extraction extract-1: running -> /data",
         "  2,500 / 10,000 samples · 4,322 tok/s · 123 GB · 4 failed · 2 h 14 m left",
+        "  failed: sample 9: too long",
+        "  failed: sample 8: too long",
+        "  failed: sample 7: too long",
+    ]
+    now |= {"state": "exited", "exit": {"code": 2, "signal": None, "at": 1.0}, "result": {"error": "/data is full"}}
+    assert list(of_run.extraction(now)) == [
+        "extraction extract-1: failed with 2 -> /data",
+        "  2,500 / 10,000 samples · 123 GB · 4 failed",
         "  failed: sample 9: too long",
         "  failed: sample 8: too long",
         "  failed: sample 7: too long",
@@ -480,6 +536,11 @@ def plan(**known: Any) -> dict[str, Any]:
         "bad_rows": [{"file": "rows.jsonl", "line": 5, "reason": "not JSON: Expecting value: column 1"}],
         "preview": {"line": 1, "text": "Hi[ there]"},
     } | known
+
+
+def test_one_row_is_no_rows() -> None:
+    assert next(of_dataset.alarm_lines(alarm("zero_mask", "odd", 1, [3]))) == "! 1 row: odd; do something"
+    assert [figures.counted(count, "row") for count in (0, 1, 1200)] == ["0 rows", "1 row", "1,200 rows"]
 
 
 def alarm(name: str, what: str, count: int, lines: list[int], *, fatal: bool = False) -> dict[str, Any]:
