@@ -154,9 +154,11 @@ def show_demo(make: Callable[[Callable[[str], None], Callable[[dict[str, Any]], 
 
 
 def log_text(data: bytes) -> str:
-    """Lines of a log as they are printed: secrets masked, of a bar its last drawing, and no escape sequences."""
-    lines = data.decode(errors="replace").split("\n")
-    drawn = (part for text in lines for part in (redrawn(text) if "\r" in text else (text,)))
+    """Lines of a log as they are printed, secrets masked; on a terminal each bar's last drawing, no escape sequences."""
+    text = data.decode(errors="replace")
+    if not sys.stdout.isatty():  # a file or a program is given all of it
+        return mask_text(text)
+    drawn = (part for line in text.split("\n") for part in (redrawn(line) if "\r" in line else (line,)))
     return mask_text("\n".join(map(clean, drawn)))
 
 

@@ -121,7 +121,7 @@ def test_a_dead_link_holds_up_no_key(sshd: Sshd, relay: Relay, tmp_path: Path) -
     try:
         shown.until("+ live")
         relay.freeze()
-        for key, text in (("?", "Everywhere"), ("r", "lasted")):
+        for key, text in (("?", "Everywhere"), ("r", "began")):
             shown.press(key)
             shown.until(text, seconds=10)
             shown.press("Escape")

@@ -286,7 +286,7 @@ def test_a_job_that_fails_says_why(agent: Agent, home: Path) -> None:
     run = agent.start("verify", {"output": "nothing"})
     ended: dict[str, Any] = until(lambda: (now := agent.run(run["id"]))["exit"] and now)
     assert ended["exit"].code == 2
-    assert ended["result"] == {"error": f"{home}/nothing is no dataset: there is no such folder"}
+    assert ended["result"] == {"error": f"{home}/nothing is no dataset: it has no manifest.json"}
     assert ended["details"] == {"output": f"{home}/nothing"}
     assert [event["event"] for event in ended["events"]] == ["started", "error", "ended"]
     assert ended["events"][1]["reason"] == ended["result"]["error"]

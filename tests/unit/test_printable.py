@@ -63,6 +63,8 @@ def test_an_error_is_safe(
     assert capsys.readouterr().err.endswith(said)
 
 
-def test_a_log_is_printed_without_what_its_lines_would_do_to_the_terminal() -> None:
+def test_a_log_is_printed_without_what_its_lines_would_do_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     log = b"\x1b[31mred\x1b[0m\tend\r\n 10%|#\r100%|##########\n\x1b]0;pwned\x07\0api_key='sk-\x1b[0m123456789'"
+    assert headless.log_text(log) == log.decode().replace("sk-\x1b[0m123456789", "***")  # into a file goes all of it
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert headless.log_text(log) == "red     end\n100%|##########\n\ufffdapi_key='***'"

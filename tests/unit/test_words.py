@@ -539,7 +539,7 @@ def plan(**known: Any) -> dict[str, Any]:
 
 
 def test_one_row_is_no_rows() -> None:
-    assert next(of_dataset.alarm_lines(alarm("zero_mask", "odd", 1, [3]))) == "! 1 row: odd; do something"
+    assert next(of_dataset.alarm_lines(alarm("zero_mask", "odd", 1, [3]))) == "? 1 row: odd; do something"
     assert [figures.counted(count, "row") for count in (0, 1, 1200)] == ["0 rows", "1 row", "1,200 rows"]
 
 
