@@ -154,7 +154,7 @@ def show_demo(make: Callable[[Callable[[str], None], Callable[[dict[str, Any]], 
 
 
 def log_text(data: bytes) -> str:
-    """Lines of a log as they are printed, secrets masked; on a terminal each bar's last drawing, no escape sequences."""
+    """Lines of a log as they are printed, secrets masked; on a terminal bars as last drawn, no escape sequences."""
     text = data.decode(errors="replace")
     if not sys.stdout.isatty():  # a file or a program is given all of it
         return mask_text(text)

@@ -67,7 +67,7 @@ def test_a_day_at_the_console(
 
     # Extract: a form, a plan, a start.
     shown.press("x")
-    shown.until("rows file")
+    shown.until("New extraction")
     shown.type(str(rows))
     shown.tab()
     shown.type(str(output))

@@ -158,7 +158,7 @@ def extraction_lines(run: dict[str, Any], width: int) -> Iterable[Content]:
     source = str(details["rows"]).rpartition("/")[2]
     yield line((f"{sign} {name}", f"bold {SIGN_STYLES[sign]}"), f"   {source} -> {details['output']}{formats}")
     if progress and progress["phase"] not in BEFORE_DRAWING:
-        yield from _progress_lines(progress, width)
+        yield from _progress_lines(progress, width, going_on(run))
         if not going_on(run) and run["exit"]:
             yield _muted(f"ended {figures.when(run['exit']['at'])}")
     elif going_on(run):
@@ -169,12 +169,12 @@ def extraction_lines(run: dict[str, Any], width: int) -> Iterable[Content]:
         yield from wrapped(result["error"], width, "$text-error", "! ", "  ")
 
 
-def _progress_lines(progress: dict[str, Any], width: int) -> Iterable[Content]:
+def _progress_lines(progress: dict[str, Any], width: int, runs: bool) -> Iterable[Content]:
     count = f" {progress['written']:,} / {progress['samples']:,}"
     share = progress["written"] / progress["samples"] if progress["samples"] else 0.0
     yield line((bar(share, max(8, width - len(count))), "$text-accent"), count)
-    rate = progress["tokens_per_second"]
-    left = progress["eta_seconds"]
+    rate = progress["tokens_per_second"] if runs else None  # of one that was killed, its last words
+    left = progress["eta_seconds"] if runs else None
     yield joined(
         [
             f"{rate:,.0f} tok/s" if rate else "",
