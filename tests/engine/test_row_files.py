@@ -250,6 +250,7 @@ ROW = json.dumps({"prompt": "one", "response": "two"})
             "has lines that end with a lone carriage return: save it with \\n at their ends",
         ),
     ],
+    ids=["parquet", "gzip", "xz", "bzip2", "zstd", "zip", "arrow", "utf-16", "utf-32", "utf-16 without mark", "return"],
 )
 def test_a_file_of_another_kind_is_one_error(tmp_path, name, data, said):
     path = tmp_path / name
