@@ -33,7 +33,7 @@ class Terminal:
         script = folder / f"{self.name}.sh"
         script.write_text(f"{words}\necho $? > {self._left}\nexec sleep 1000000\n")
         self._tmux("-f", "/dev/null", "new-session", "-d", "-x", str(size[0]), "-y", str(size[1]), "sh", str(script),
-                   environment={**environment, "TERM": "xterm-256color"}, folder=folder)  # fmt: skip
+                   environment=_without_size(environment) | {"TERM": "xterm-256color"}, folder=folder)  # fmt: skip
 
     def press(self, *keys: str) -> None:
         """Press keys by their tmux names, such as `C-q`, `Enter` and `x`."""
@@ -92,3 +92,8 @@ class Terminal:
         )
         assert done.returncode == 0, f"tmux {words[0]}: {done.stderr}"
         return done.stdout
+
+
+def _without_size(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the size that readline, once it is loaded, leaves there for every child."""
+    return {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
