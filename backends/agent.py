@@ -201,17 +201,17 @@ class Agent:
         server = self.runs.get(run_id) if run_id else self._newest_server(port)
         sample = self.sample(server.id if server else None)
         status = self.status(server.id) if server else None
+        extraction = self._extraction()
         return {
             "sample": sample,
             "server": status,
-            "extraction": self.extraction(),
-            "alarms": self._alarms(status, sample),
+            "extraction": self.run(extraction.id) if extraction else None,
+            "alarms": self._alarms(status, sample, extraction),
         }
 
-    def _alarms(self, status: dict[str, Any] | None, sample: dict[str, Any]) -> list[Any]:
-        """What is wrong now: by the supervisor of the extraction that runs, else by what is seen from here."""
-        newest = next(iter(self.runs.all("extract")), None)
-        said = read_alarms(newest) if newest else None
+    def _alarms(self, status: dict[str, Any] | None, sample: dict[str, Any], extraction: runs.Run | None) -> list[Any]:
+        """What is wrong now: by the supervisor of the extraction if it runs, else by what is seen from here."""
+        said = read_alarms(extraction) if extraction else None
         if said is not None or status is None:
             return said or []
         with self.lock:

@@ -235,6 +235,9 @@ def test_what_the_supervisor_of_an_extraction_sees_counts(
     alarm = {"id": "throughput-collapsed", "severity": "warning", "since": 1.0}
     runs.write_json(job.folder / "alarms.json", {"schema": 1, "at": 1.0, "alarms": [alarm]})
     assert agent.overview()["alarms"] == [alarm]
+    mistaken = start("extract", details={"output": "/mistaken"})
+    agent.stop(mistaken.id)
+    assert agent.overview()["alarms"] == [alarm]  # a later one that is over says nothing of the one that runs
     agent.stop(job.id)
     assert agent.overview()["alarms"] == []  # nobody watches it any more
 
