@@ -46,9 +46,9 @@ from backends.verdict.diagnose import Limits
 from backends.verdict.observation import Standing
 from backends.verdict.sights import read_alarms, sight
 from backends.verdict.watch import ServerWatch, earlier_start
-from capture import code_hash, events, gate, probe
+from capture import events, gate, probe
 from capture.dataset.ledger import State
-from capture.dumps.dump import DumpError, read_tap
+from capture.dumps.dump import DumpError
 from capture.server import ServerGone
 
 AT_ONCE = 32
@@ -228,13 +228,12 @@ class Agent:
         """
         server = describe(self.runs.get(run_id))
         try:
-            info = server.info(GATE_SECONDS)
-            tap = read_tap(Path(server.dump_dir))
+            info, _, findings = gate.look(server, seconds=GATE_SECONDS)
         except (ServerGone, DumpError) as error:
             raise RunDied(str(error)) from error
         plain = {name: masked(name, value) for name, value in info.items() if isinstance(value, (str, int, float))}
         return {
-            "findings": gate.check(info, tap, gate.Expected(code_hash(), server.model)),
+            "findings": findings,
             "effective": plain,
             "probe": probe.last(server),
         }

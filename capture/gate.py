@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from capture.dumps.dump import TapState
+from capture import code_hash
+from capture.dumps.dump import TapState, read_tap
+from capture.server import Server
 
 TESTED = ((0, 5, 11), (0, 5, 23))
 
@@ -71,6 +74,17 @@ ONE = (
 def check(info: dict[str, Any], tap: TapState | None, expected: Expected) -> list[Finding]:
     """All findings for a server with these resolved arguments (`/server_info`) and this tap; empty is safe."""
     return [*_tap(info, tap, expected), *_arguments(info), *_lengths(info, expected), *_notes(info)]
+
+
+def look(
+    server: Server, longest: int | None = None, seconds: float = 30.0
+) -> tuple[dict[str, Any], TapState | None, list[Finding]]:
+    """A server's resolved arguments and tap, and what `check` finds for a prompt of `longest` tokens.
+
+    Raises ServerGone where it does not answer in `seconds`, DumpError.
+    """
+    tap, info = read_tap(Path(server.dump_dir)), server.info(seconds)
+    return info, tap, check(info, tap, Expected(code_hash(), server.model, longest))
 
 
 def refusal(findings: list[Finding]) -> str | None:

@@ -129,8 +129,7 @@ def run_try(job: TryJob) -> tuple[int, Any]:
     server = job.server
     handle = lock(Path(job.lock), f"another job draws from the server {server.run}")
     try:
-        tap, info = dump.read_tap(Path(server.dump_dir)), server.info()
-        findings = gate.check(info, tap, gate.Expected(code_hash(), server.model))
+        _, tap, findings = gate.look(server)
         if tap is None or not tap.inside or tap.code != code_hash():
             raise gate.NotSafe(gate.refusal(findings) or "the tap is not in")
         tokenizer = load_tokenizer(server.model, server.trust_remote_code)
@@ -188,8 +187,8 @@ def run_probe(job: ProbeJob) -> tuple[int, Any]:
     server = job.server
     handle = lock(Path(job.lock), f"another job draws from the server {server.run}")
     try:
-        tap, info = dump.read_tap(Path(server.dump_dir)), server.info()
-        if refusal := gate.refusal(gate.check(info, tap, gate.Expected(code_hash(), server.model))):
+        info, tap, findings = gate.look(server)
+        if refusal := gate.refusal(findings):
             raise gate.NotSafe(refusal)
         assert tap is not None
         tokenizer = load_tokenizer(server.model, server.trust_remote_code)

@@ -35,7 +35,7 @@ from backends.tune.variants import STAGES, Variant, argument, choose, device, ra
 from backends.verdict import patience
 from backends.verdict.diagnose import Limits
 from backends.verdict.watch import ServerWatch, earlier_start, settled
-from capture import code_hash, draw, gate, job
+from capture import draw, gate, job
 from capture.dumps import dump
 from capture.layers import LayerChoice
 from capture.locks import Busy, lock
@@ -280,8 +280,8 @@ class Tuner:
         try:
             described = describe(server)
             handle = lock(draw_lock(self.runs, server), f"another job draws from {server.id}")
-            info, tap = described.info(), dump.read_tap(Path(described.dump_dir))
-            refusal = gate.refusal(gate.check(info, tap, gate.Expected(code_hash(), described.model)))
+            info, tap, findings = gate.look(described)
+            refusal = gate.refusal(findings)
             if refusal or tap is None:
                 raise Failed(refusal or "the tap is not in")
             if not self.prompts:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engines import Engine, Engines, plugin
 
-from capture import gate, job, probe
+from capture import gate, probe
 from capture.dumps import dump
 from capture.rows.chat import InputError
 
@@ -139,7 +139,7 @@ def test_a_model_too_large_for_a_hugging_face_forward_is_refused_before_anything
 def test_a_server_that_the_gate_refuses_is_not_probed(
     llama: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "code_hash", lambda: "other")
+    monkeypatch.setattr(gate, "code_hash", lambda: "other")
     with pytest.raises(gate.NotSafe, match="the server runs the tap of another version"):
         llama.probe(tmp_path)
 
