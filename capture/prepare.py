@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from capture import code_hash, gate, probe
+from capture import gate, probe
 from capture.dataset import formats, manifest
 from capture.dataset.ledger import Ledger
 from capture.dumps import dump
@@ -90,8 +90,7 @@ class Preparation:
         return Prepared(self.servers, self.taps, self.manifest, self.ledger, self.progress, self.begun)
 
     def _pass_gate(self, server: Server, longest: int | None) -> tuple[dump.TapState, dict[str, Any]]:
-        tap, info = dump.read_tap(Path(server.dump_dir)), server.info()
-        findings = gate.check(info, tap, gate.Expected(code_hash(), server.model, longest))
+        info, tap, findings = gate.look(server, longest)
         new = [finding for finding in findings if finding not in self.told]
         self.told.update(new)
         for finding in new:
@@ -212,8 +211,9 @@ class Preparation:
         self.manifest.input_hash, self.manifest.alarms = now, found.all()
         manifest.write_manifest(self.output, self.manifest)
         self._say_alarms()
-        self.say(f"{self.job.rows}: {added} samples added, {len(self.ledger.unused('bad'))} bad rows")
-        for file, line, reason in self.ledger.unused("bad"):
+        bad = self.ledger.unused("bad")
+        self.say(f"{self.job.rows}: {added} samples added, {len(bad)} bad rows")
+        for file, line, reason in bad:
             self.say(f"{file}:{line}: {reason}")
         for file, line, reason in self.ledger.unused("overlong"):
             self.say(f"{file}:{line}: {reason}, and no sample may have more than {limit:,}")

@@ -28,6 +28,7 @@ EVENTS = {
 }
 # Events that are told while one follows a run.
 NARRATED = ("tried", "relaunch", "relaunched", "relaunch_failed", "trouble", "trouble_over")
+BEFORE_DRAWING = ("preparing", "tokenising", "probing")  # phases of an extraction
 CHANGES_SHOWN = 48  # characters
 
 
@@ -110,7 +111,7 @@ def event(one: dict[str, Any]) -> str:
 
 def progress(now: dict[str, Any]) -> str:
     """An extraction's progress in one line."""
-    if now["phase"] in ("preparing", "tokenising", "probing"):
+    if now["phase"] in BEFORE_DRAWING:
         return f"{now['phase']} … {figures.counted(now['rows'], 'row')}" if now.get("rows") else f"{now['phase']} …"
     if now["phase"] == "relaunching":
         return "the server died and is launched again …"

@@ -8,8 +8,9 @@ from typing import Any
 from textual.content import Content
 
 from console.session import going_on
-from console.tui.widgets.overview import BEFORE_DRAWING, extraction_lines
+from console.tui.widgets.overview import extraction_lines
 from console.tui.widgets.panel import Panel, line, wrapped
+from console.words import of_run
 
 FAILURES_SHOWN = 12
 
@@ -49,7 +50,7 @@ def what_next(run: dict[str, Any], width: int) -> list[Content]:
     progress = run["progress"] or {}
     if going_on(run):
         return []
-    if "error" in (run["result"] or {}) and progress.get("phase", BEFORE_DRAWING[0]) in BEFORE_DRAWING:
+    if "error" in (run["result"] or {}) and progress.get("phase", "preparing") in of_run.BEFORE_DRAWING:
         text = "once that is put right, f starts it again; n asks for other rows, or another folder"
     elif progress.get("failed"):
         text = f"f draws the {progress['failed']:,} failed samples again; a shows each with its reason"

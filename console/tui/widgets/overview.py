@@ -17,7 +17,6 @@ EVIDENCE_SHOWN = 5
 SPANS = (1, 2, 5, 15)  # minutes that the time line is long
 HOLDS = 3.0  # seconds for which a sample is taken to hold
 SOMETIMES = frozenset({"tune", "graphs", "draft"})  # phases that many launches skip
-BEFORE_DRAWING = ("preparing", "tokenising", "probing")  # phases of an extraction
 
 Now = dict[str, Any]
 
@@ -157,7 +156,7 @@ def extraction_lines(run: dict[str, Any], width: int) -> Iterable[Content]:
     formats = f"  {' + '.join(details['formats'])}" if details.get("formats") else ""
     source = str(details["rows"]).rpartition("/")[2]
     yield line((f"{sign} {name}", f"bold {SIGN_STYLES[sign]}"), f"   {source} -> {details['output']}{formats}")
-    if progress and progress["phase"] not in BEFORE_DRAWING:
+    if progress and progress["phase"] not in of_run.BEFORE_DRAWING:
         yield from _progress_lines(progress, width, going_on(run))
         if not going_on(run) and run["exit"]:
             yield _muted(f"ended {figures.when(run['exit']['at'])}")
