@@ -1,7 +1,7 @@
 """Copying a forward's rows into the arena, by device.
 
-On a CPU a copy is done when it returns. On CUDA a thread makes it on a stream of its own into pinned memory, beside the
-next kernels, and then passes the slot on; nothing in the forward waits for it.
+On a CPU a copy is done when it returns. On CUDA it is made on a stream of its own into pinned memory, beside the next
+forward's kernels, and then the slot is passed on; nothing in the forward waits for it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 logger = logging.getLogger("sglang.layertap")
 
-STRETCH_BYTES = 64 << 20  # a little over a millisecond on PCIe 5
-UNDER_WAY = 2  # the device has the next one when it is done with one
+ALONE_SECONDS = 0.05  # after which a forward's states are copied although no other forward has come
+LOOK_SECONDS = 0.001
+ASK_SECONDS = 5.0  # after which CUDA is asked what became of a copy
 
 
 Pair = tuple[Any, Any]
@@ -31,6 +32,9 @@ class Copier(Protocol):
 
     def then(self, done: Callable[[], None]) -> None:
         """Call `done` after that of every earlier `copy`."""
+
+    def before_forward(self) -> None:
+        """A forward is about to be launched, which gives the device time to copy the one before. Never raises."""
 
 
 class CpuCopier:
@@ -50,21 +54,31 @@ class CpuCopier:
         """See `Copier`."""
         done()
 
+    def before_forward(self) -> None:
+        """See `Copier`."""
 
-class Copy(NamedTuple):
-    """A forward to copy once its event `computed` has come."""
 
-    computed: Any
-    pairs: list[Pair]
-    done: Callable[[], None]
-    failed: Callable[[Exception], None]
+class Copy:
+    """A forward to copy, once its event `computed` has come; `there` turns true in pinned memory when it is copied."""
+
+    def __init__(self, pairs: list[Pair], done: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+        import torch
+
+        self.pairs, self.done, self.failed = pairs, done, failed
+        self.computed = torch.cuda.Event(blocking=True)  # the thread that waits for it sleeps
+        self.computed.record()
+        self.there = torch.zeros(1, dtype=torch.bool, pin_memory=True)
+        self.started = threading.Event()
+        self.error: Exception | None = None
 
 
 class CudaCopier:
     """Device to pinned memory: the arena's mapping is registered with the driver once, here.
 
-    A device copies to the host one thing after another, so what SGLang asks for after a forward would wait behind the
-    whole of its states, and the next forward with it. So a thread copies them in stretches, a few at a time.
+    When a forward is launched, the one before is put into the copying stream: SGLang has that one's tokens by then.
+    Put in earlier, its states would go before them, since a device copies to the host one thing after another. Later,
+    SGLang waits for the next tokens, and no other thread's call to CUDA returns until it has them; so whether a copy
+    has ended is not asked of CUDA either, but told by a byte that is copied last.
     """
 
     def __init__(self, arena: Any, device: Any) -> None:
@@ -74,17 +88,17 @@ class CudaCopier:
         if int(error) != 0:
             raise RuntimeError(f"layertap: the arena's {arena.numel():,} bytes could not be pinned: CUDA error {error}")
         self.stream = torch.cuda.Stream(device)
+        self.yes = torch.ones(1, dtype=torch.bool, device=device)
+        self.last: Copy | None = None
+        self.starting = threading.Lock()
         self.waiting: queue.SimpleQueue[Copy | Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="layertap-copier", daemon=True).start()
 
     def copy(self, pairs: Iterable[Pair], done: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """See `Copier`. The sources are held until they are copied, so that their memory is not given away before."""
-        import torch
-
         try:
-            computed = torch.cuda.Event(blocking=True)  # the thread that waits for it sleeps
-            computed.record()
-            self.waiting.put(Copy(computed, list(pairs), done, failed))
+            self.last = Copy(list(pairs), done, failed)
+            self.waiting.put(self.last)
         except Exception as error:
             failed(error)
 
@@ -92,48 +106,68 @@ class CudaCopier:
         """See `Copier`."""
         self.waiting.put(done)
 
+    def before_forward(self) -> None:
+        """See `Copier`."""
+        import torch
+
+        if self.last is not None:
+            self._start(self.last, after=torch.cuda.current_stream())
+            self.last = None
+
+    def _start(self, copy: Copy, after: Any = None) -> None:
+        """Put `copy` into the stream unless it is there already: behind its forward and what is in `after` by now."""
+        import torch
+
+        with self.starting:
+            if copy.started.is_set():
+                return
+            try:
+                if after is not None:
+                    self.stream.wait_stream(after)
+                with torch.cuda.stream(self.stream):
+                    copy.computed.wait()
+                    for place, source in copy.pairs:
+                        place.copy_(source, non_blocking=True)
+                    copy.there.copy_(self.yes, non_blocking=True)
+            except Exception as error:
+                copy.error = error
+            copy.started.set()
+
     def _run(self) -> None:
         while True:
             item = self.waiting.get()
             try:
                 if isinstance(item, Copy):
-                    self._take(item)
+                    self._end(item)
                 else:
                     item()
             except Exception:
                 logger.exception("layertap: what follows a copy to the arena failed")
             del item  # it would hold the states until the next forward
 
-    def _take(self, item: Copy) -> None:
+    def _end(self, copy: Copy) -> None:
         try:
-            item.computed.synchronize()
-            self._copy(item.pairs)
+            copy.computed.synchronize()
+            if not copy.started.wait(ALONE_SECONDS):
+                self._start(copy)
+            if copy.error is not None:
+                self.stream.synchronize()  # what was put in before goes into a slot that is about to be given back
+                raise copy.error
+            self._wait_for(copy)
         except Exception as error:
-            item.failed(error)
+            copy.failed(error)
         else:
-            item.done()
+            copy.done()
+        finally:
+            copy.pairs.clear()  # `self.last` may hold it for long
 
-    def _copy(self, pairs: list[Pair]) -> None:
-        import torch
-
-        under_way: deque[Any] = deque()
-        with torch.cuda.stream(self.stream):
-            for place, source in stretches(pairs):
-                if len(under_way) == UNDER_WAY:
-                    under_way.popleft().synchronize()
-                place.copy_(source, non_blocking=True)
-                event = torch.cuda.Event(blocking=True)
-                event.record()
-                under_way.append(event)
-        for event in under_way:
-            event.synchronize()
-
-
-def stretches(pairs: Iterable[Pair]) -> Iterator[Pair]:
-    """`pairs` of tensors `[rows, …]`, in pieces of as many rows as fit into `STRETCH_BYTES`, one at least."""
-    for place, source in pairs:
-        rows = max(1, STRETCH_BYTES * len(source) // source.nbytes)
-        yield from zip(place.split(rows), source.split(rows), strict=True)
+    def _wait_for(self, copy: Copy) -> None:
+        asked = time.monotonic() + ASK_SECONDS
+        while not copy.there.item():
+            time.sleep(LOOK_SECONDS)
+            if time.monotonic() > asked:
+                self.stream.synchronize()  # raises where the device has failed
+                asked += ASK_SECONDS
 
 
 def copier_for(arena: Any, device: Any) -> Copier:

@@ -89,7 +89,7 @@ class Tap:
             # Every rank sees the same rids, so all ranks capture or none does.
             ours = [rid.startswith(self.settings.secret + ".") for rid in batch.rids]
             if self.keeper:
-                self.keeper.count(batch, ours)
+                self.keeper.before_forward(batch, ours)
             if not any(ours):
                 return original(*args, **kwargs)
             return self.capture(original, batch, args, kwargs)
@@ -105,7 +105,7 @@ class Tap:
             result = original(*args, **kwargs)
             return self._refuse(batch, "SGLang's own hidden state capture is on; start the server without it", result)
         set_boundaries(self.inner, self.layers.boundaries)
-        hook = self.inner.norm.register_forward_pre_hook(self._see_norm_input, with_kwargs=True)
+        hook = self.inner.norm.register_forward_hook(self._see_norm, with_kwargs=True)
         try:
             result = original(*args, **kwargs)
         finally:
@@ -130,11 +130,9 @@ class Tap:
             self.keeper.refuse(batch, reason)
         return result
 
-    def _see_norm_input(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # The fused kernel overwrites both, so the sum is taken before it runs.
-        hidden = args[0] if args else kwargs["x"]
-        residual = args[1] if len(args) > 1 else kwargs.get("residual")
-        self.pre_norm = hidden.clone() if residual is None else hidden + residual
+    def _see_norm(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        # A norm that takes a residual adds to it and gives the sum back; one without has it as its input.
+        self.pre_norm = result[1] if isinstance(result, tuple) else (args[0] if args else kwargs["x"]).clone()
 
 
 def gpu_name(device: Any) -> str | None:

@@ -83,8 +83,9 @@ class Keeper:
         room = memory.divide(asked, shape.slot_bytes, memory.available() // replicas, free)
         return Arena.create(self.dump_dir / "arena", msgspec.structs.replace(shape, slots=room.slots)), room
 
-    def count(self, batch: Any, ours: list[bool]) -> None:
-        """Count each request by its class, once, at its first chunk."""
+    def before_forward(self, batch: Any, ours: list[bool]) -> None:
+        """Have the states of the forward before copied; count each request by its class, once, at its first chunk."""
+        self.copier.before_forward()
         for rid, prefix, mine in zip(batch.rids, batch.extend_prefix_lens_cpu, ours, strict=True):
             if rid in self.requests or (prefix and not mine):
                 continue

@@ -4,8 +4,6 @@ usage: python tests/bench/tap_limits.py FILE [PART ...]     writes FILE (JSON) a
 
 bytes    writing `.pt` files to tmpfs, hashed and deleted again, by several processes: as `torch.save` does it through
          a stream, into fresh files, into files that are kept; and the output's disk
-copies   a server that makes far more states than a real one: other ways to bring a forward's states to the host than the
-         tap's own, and how long each step of a forward takes on each
 feed     the tap alone: states of 7168 on the GPU, given to it as fast as slots come free, by number of writers
 deep     a server with 61 layers and eight wider experts a token, at the pace of a large model: prompts of ours against the
          same prompts as a stranger's, which the tap lets pass; then `layertap extract` of them to tmpfs and to disk
@@ -32,7 +30,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import copiers
 import torch
 from stress import (
     FORWARD,
@@ -232,42 +229,6 @@ def measure_feed() -> dict[str, Any]:
     return found
 
 
-# --- copies ---
-
-
-def measure_copies(rows: int) -> dict[str, Any]:
-    """Tokens/s by way, every round's, and the milliseconds of a forward's steps: their median, and nine tenths'."""
-    found: dict[str, Any] = {"rows": rows, "rounds": {}, "milliseconds": {}}
-    with tempfile.TemporaryDirectory(prefix="layertap-bench-") as name, running() as engines:
-        model, folder = build(Path(name) / "model", 8), Path(name) / "plugin"
-        folder.mkdir()
-        environment = {f"ENV_{key}": value for key, value in copiers.environment(folder).items()}
-        with served(engines, model, memory=MEMORY, mem_fraction_static=0.6, **LIMITS, **environment) as engine:
-            asked, log = prompts(rows), folder / "forwards.jsonl"
-
-            def go(way: str, asked: list[list[int]]) -> float:
-                (folder / "way").write_text(way)
-                return asyncio.run(prefill(engine, asked, tapped=way in copiers.WAYS))
-
-            for way in ("no tap", *copiers.WAYS):  # compiles kernels, touches pages
-                go(way, asked[: max(64, rows // 8)])
-            log.write_text("")
-            for _ in range(ROUNDS):
-                for way in ("no tap", *copiers.WAYS):
-                    found["rounds"].setdefault(way, []).append(round(go(way, asked)))
-                    print(f"copies: {way}: {found['rounds'][way][-1]:,} tokens/s", flush=True)
-            forwards = [json.loads(line) for line in log.read_text().splitlines()]
-    for way in copiers.WAYS:
-        of_way = [forward for forward in forwards if forward["way"] == way]
-        found["milliseconds"][way] = {
-            step: [round(at, 1) for at in statistics.quantiles((one[step] for one in of_way), n=10)[4::4]]
-            for step in copiers.STEPS
-        }
-        print(f"copies: {way}: {found['milliseconds'][way]}", flush=True)
-    medians = {way: statistics.median(rates) for way, rates in found["rounds"].items()}
-    return found | {"ratios": {way: round(rate / medians["no tap"], 4) for way, rate in medians.items()}}
-
-
 # --- deep ---
 
 
@@ -337,7 +298,6 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "deep": lambda: measure_server(
         61, 64, 256, n_routed_experts=16, num_experts_per_tok=8, moe_intermediate_size=1024, n_group=1, topk_group=1
     ),
-    "copies": lambda: measure_copies(1024),
     "feed": measure_feed,
     "short": lambda: measure_short(int(os.environ.get("SHORT", "100000"))),
 }

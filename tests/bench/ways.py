@@ -1,13 +1,16 @@
 """Other ways for the states of a forward than the tap's own, as an SGLang plugin: what `tap.py` compares the tap with.
 
-The file that `LAYERTAP_WAY` names holds the way to go, and is read at each forward.
+The file that `LAYERTAP_WAY` names holds the way to go, and is read at each forward. Beside it, `forwards.jsonl` gets a
+line for each prefill: its tokens, the milliseconds of its layers on the GPU, and those from there to the next one's.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +38,46 @@ def register() -> None:
     HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", _put_in, HookType.AFTER)
 
 
-def _put_in(_result: Any, _runner: Any, *_args: Any, **_kwargs: Any) -> None:
+def _put_in(_result: Any, runner: Any, *_args: Any, **_kwargs: Any) -> None:
+    from capture.layers import inner_model
     from capture.tap.keeper import Keeper
 
+    inner = inner_model(runner.model)
+    inner.forward = Timed(inner.forward, Path(os.environ[VARIABLE]).with_name("forwards.jsonl"))
     if Keeper.take is not _take:
         _own.append(Keeper.take)
         Keeper.take = _take  # type: ignore[method-assign,assignment]
+
+
+class Timed:
+    """A model's forward that says of each prefill how long it took and what came after it."""
+
+    def __init__(self, forward: Any, path: Path) -> None:
+        self.forward, self.path = forward, path
+        self.last: tuple[int, float, Any, Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        batch = kwargs.get("forward_batch") or next((a for a in args if hasattr(a, "forward_mode")), None)
+        if batch is None or not batch.forward_mode.is_extend() or not batch.rids:
+            return self.forward(*args, **kwargs)
+        now = time.perf_counter()
+        if self.last is not None:
+            self._write(now, *self.last)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        result = self.forward(*args, **kwargs)
+        end.record()
+        self.last = sum(batch.extend_seq_lens_cpu), now, begin, end
+        return result
+
+    def _write(self, now: float, tokens: int, started: float, begin: Any, end: Any) -> None:
+        if end.query():  # with overlap schedule the next one is launched before it has ended
+            computing = begin.elapsed_time(end)
+            line = {"tokens": tokens, "gpu": computing, "between": 1000 * (now - started) - computing}
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
 
 _own: list[Any] = []

@@ -7,11 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from capture.tap.arena import Arena, ArenaShape
-from capture.tap.copier import STRETCH_BYTES, Pair, stretches
+from capture.tap.copier import Pair
 from capture.tap.keeper import Keeper
 from capture.tap.writer import Fail, Piece
 
@@ -104,13 +103,3 @@ def test_a_copy_that_fails_fails_its_requests_and_frees_its_slot(tmp_path: Path)
     copier.run()
     assert [fail.reason for fail in keeper.writers.failed] == ["copying its states failed: no such memory"]
     assert (keeper.writers.free, keeper.writers.sent) == ([0], [])
-
-
-@pytest.mark.parametrize(("rows", "width"), [(1, 3), (5, STRETCH_BYTES // 8), (7, STRETCH_BYTES // 4)])
-def test_stretches_cover_every_row_once(rows: int, width: int) -> None:
-    """Of at most `STRETCH_BYTES`, or of one row."""
-    source = torch.zeros(1, dtype=torch.int32).expand(rows, width)
-    place = torch.zeros(1, dtype=torch.int32).expand(rows, width)
-    pieces = list(stretches([(place, source)]))
-    assert sum(len(piece) for _, piece in pieces) == rows
-    assert all(len(a) == len(b) and (b.nbytes <= STRETCH_BYTES or len(b) == 1) for a, b in pieces)

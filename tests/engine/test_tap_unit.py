@@ -15,6 +15,15 @@ from capture.tap.forward import Tap
 STATES = [torch.full((3, 4), float(i)) for i in range(3)]
 
 
+class Fused(nn.Module):
+    """Adds to the residual and scales by it, in place, as SGLang's fused norm."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        residual += x
+        torch.mul(residual, 3, out=x)
+        return x, residual
+
+
 class Inner(nn.Module):
     """Collects what enters layers as SGLang's models do; `packed` as some of them do from 0.5.23 on, `silent` as none should.
 
@@ -25,10 +34,14 @@ class Inner(nn.Module):
         super().__init__()
         self.packed, self.silent, self.flags, self.layers_to_capture = packed, silent, flags, []
         self.layers = nn.ModuleList([nn.Identity() for _ in range(3)])
-        self.norm = nn.Identity()
+        self.norm: nn.Module = nn.Identity()
 
     def forward(self, forward_batch: Any) -> Any:
-        final = self.norm(torch.ones(3, 4)) * 2
+        if isinstance(self.norm, Fused):
+            hidden, _ = self.norm(torch.ones(3, 4), residual=torch.full((3, 4), 5.0))
+        else:
+            hidden = self.norm(torch.ones(3, 4))
+        final = hidden * 2
         flagged = [i for i, layer in enumerate(self.layers) if getattr(layer, FLAG, False)]
         aux = [STATES[layer] for layer in (flagged if self.flags else self.layers_to_capture)]
         if self.silent or not aux:
@@ -42,7 +55,7 @@ class Keeper:
         self.refused: list[str] = []
         self.counted: list[list[bool]] = []
 
-    def count(self, _batch: Any, ours: list[bool]) -> None:
+    def before_forward(self, _batch: Any, ours: list[bool]) -> None:
         self.counted.append(ours)
 
     def take(self, _batch: Any, states: list[torch.Tensor]) -> None:
@@ -76,8 +89,17 @@ def test_the_caller_gets_a_plain_forward_and_the_keeper_the_states(packed: bool,
     expected = [STATES[1], STATES[2], torch.full((3, 4), 2.0), torch.ones(3, 4)]
     assert all(torch.equal(state, other) for state, other in zip(states, expected, strict=True))
     assert inner.layers_to_capture == []
-    assert len(inner.norm._forward_pre_hooks) == 0
+    assert len(inner.norm._forward_hooks) == 0
     assert torch.equal(inner.forward(forward_batch=batch("stranger")), torch.full((3, 4), 2.0))  # no flag is left
+
+
+def test_of_a_norm_that_overwrites_what_it_is_given_the_sum_is_kept() -> None:
+    inner, keeper = tapped()
+    inner.norm = Fused()
+    inner.forward(forward_batch=batch())
+    (states,) = keeper.taken
+    assert torch.equal(states[-1], torch.full((3, 4), 6.0))
+    assert torch.equal(states[-2], torch.full((3, 4), 36.0))
 
 
 def test_asking_a_setter_that_flags_layers_leaves_none_flagged() -> None:
@@ -136,11 +158,11 @@ def test_sglangs_own_capture_keeps_its_result_and_the_request_fails() -> None:
 def test_a_forward_that_raises_leaves_the_model_as_it_was() -> None:
     inner, _ = tapped()
     inner.layers_to_capture = []
-    inner.norm.register_forward_hook(lambda *_: 1 / 0)
+    inner.norm.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         inner.forward(forward_batch=batch())
     assert inner.layers_to_capture == []
-    assert len(inner.norm._forward_pre_hooks) == 0
+    assert len(inner.norm._forward_hooks) == 0
 
 
 def test_a_model_that_gives_no_states_fails_the_request_and_not_the_server() -> None:
