@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from backends.gpus import Reading, examine_gpus
+from capture.model_config import ModelConfig, read_model_config
 
 GIB = 1 << 30
-OF_TEXT = ("text_config", "language_config", "llm_config", "thinker_config")  # in a config: the language model's
 LINKS = 18  # of NVLink, that a GPU has at most
 MORE = {
     "capability": Reading(("nvmlDeviceGetCudaComputeCapability",), of=lambda pair: f"{pair[0]}.{pair[1]}"),
@@ -87,36 +87,27 @@ def read_situation(model: Path | None = None) -> Situation:
 
 def read_layers(model: Path) -> int | None:
     """How many layers the config.json in `model` says that its language model has; None where it cannot be told."""
-    count = _of_text(_read_config(model)).get("num_hidden_layers")
-    return count if type(count) is int and count > 0 else None
+    config = _read_config(model)
+    return config.layers if config else None
 
 
 def _read_model(folder: Path) -> dict[str, Any]:
     config = _read_config(folder)
-    if not config:
+    if config is None:
         return {}
-    text = _of_text(config)
-    experts = (text.get(name) for name in ("n_routed_experts", "num_experts", "num_local_experts"))
-    quantization = text.get("quantization_config") or config.get("quantization_config") or {}
     return {
-        "architecture": next(iter(config.get("architectures") or text.get("architectures") or []), None),
-        "layers": text.get("num_hidden_layers"),
-        "hidden": text.get("hidden_size"),
-        "mla": bool(text.get("kv_lora_rank")),
-        "moe": any(experts),
-        "quantization": quantization.get("quant_method", "none"),
+        "architecture": config.architecture,
+        "layers": config.layers,
+        "hidden": config.hidden,
+        "mla": config.mla,
+        "moe": config.experts > 0,
+        "quantization": config.quantization or "none",
     }
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a model; empty where there is none that can be read."""
+def _read_config(folder: Path) -> ModelConfig | None:
+    """What the config.json of a model says; None where there is none that can be read."""
     try:
-        return msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
+        return read_model_config(folder)
     except (OSError, msgspec.MsgspecError):
-        return {}
-
-
-def _of_text(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config that is the language model's: of one that sees or hears as well, a table of its own."""
-    nested = next((config[name] for name in OF_TEXT if isinstance(config.get(name), dict)), None)
-    return config if nested is None else _of_text(nested)
+        return None

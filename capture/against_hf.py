@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from capture.model_config import read_model_config
 from capture.rows.chat import InputError
 from capture.tap import memory
 
@@ -53,11 +54,11 @@ def cosines(one: Any, other: Any) -> Any:
 def require_room(model: Path) -> None:
     """Raise InputError, before anything is drawn, for a model that a CPU here cannot hold in float32."""
     try:
-        config = json.loads((model / "config.json").read_text())
+        quantized = read_model_config(model).quantization is not None
         needed = 4 * sum(_values(path) for path in model.glob("*.safetensors"))
-    except (OSError, ValueError, struct.error) as error:
+    except (OSError, ValueError, msgspec.MsgspecError, struct.error) as error:
         raise InputError(f"{model}: {error}") from error
-    if (config.get("text_config") or config).get("quantization_config") or config.get("quantization_config"):
+    if quantized:
         raise InputError(f"{model} is quantised; a Hugging Face forward on a CPU needs it as it was before that")
     if not needed:
         raise InputError(f"{model} has no safetensors; a Hugging Face forward cannot be made of it")

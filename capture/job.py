@@ -29,6 +29,7 @@ from capture.dumps import dump, verify
 from capture.dumps.verify_folder import is_dumps, verify_dumps
 from capture.extraction import ExtractJob, Progress
 from capture.locks import Busy, lock
+from capture.model_config import read_model_config
 from capture.rows import parallel, plan
 from capture.rows.chat import InputError, first_line
 from capture.rows.tokenise import Encoder, RowOptions, load_tokenizer, tokenise
@@ -241,15 +242,12 @@ def _most(server: Server) -> int | None:
 def model_size(model: str) -> tuple[int, int]:
     """Hidden size and bytes a value of a model's states, from its config.json. Raises InputError."""
     try:
-        config = msgspec.json.decode((Path(model) / "config.json").read_bytes())
+        config = read_model_config(Path(model))
     except (OSError, msgspec.MsgspecError) as error:
         raise InputError(f"{model}/config.json: {error}") from error
-    text = config.get("text_config") or config
-    hidden = text.get("hidden_size")
-    if not isinstance(hidden, int):
+    if config.hidden is None:
         raise InputError(f"{model}/config.json says no hidden_size")
-    dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
-    return hidden, 4 if dtype == "float32" else 2
+    return config.hidden, 4 if config.dtype == "float32" else 2
 
 
 def run_verify(job: VerifyJob) -> tuple[int, Any]:

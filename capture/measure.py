@@ -21,6 +21,8 @@ from typing import Any
 
 import msgspec
 
+from capture.model_config import read_model_config
+
 WRITE_BYTES = 10**9
 WRITE_SECONDS = 10.0
 BLOCK = 8 << 20
@@ -218,12 +220,10 @@ def _follow(made: Reduced, processes: list[subprocess.Popen[bytes]], lines: Path
 def model_shape(model: str) -> tuple[int, int] | None:
     """Layers and hidden size of a model, from its config.json; None where that does not say."""
     try:
-        config = msgspec.json.decode((Path(model) / "config.json").read_bytes())
+        config = read_model_config(Path(model))
     except (OSError, msgspec.MsgspecError):
         return None
-    text = config.get("text_config") or config
-    layers, hidden = text.get("num_hidden_layers"), text.get("hidden_size")
-    return (layers, hidden) if isinstance(layers, int) and isinstance(hidden, int) else None
+    return (config.layers, config.hidden) if config.layers and config.hidden else None
 
 
 def _argv(*words: str) -> list[str]:

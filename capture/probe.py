@@ -22,6 +22,7 @@ from capture.against_hf import Against, cosines
 from capture.draw import Drawer, DrawError, tokens_in_flight
 from capture.dumps import dump, verify
 from capture.layers import Layers
+from capture.model_config import read_model_config
 from capture.server import Server
 from capture.tap import rank_sums
 from capture.tap.rank_sums import RankSum
@@ -33,7 +34,6 @@ RANK_SECONDS = 30.0
 SCALE = 0.02  # by which the size of a state may differ from Hugging Face's; 16 bits round by 0.004
 SAID = 3  # failures that one sentence names
 TAP_SECONDS = 2.0  # in which tap.json shows what was drawn
-EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")  # as configs name their number
 
 
 class Tolerance(msgspec.Struct, frozen=True):
@@ -192,11 +192,9 @@ def tolerance(dtype: str, routed: bool) -> Tolerance:
 def experts(model: Path) -> bool:
     """Whether a model routes its tokens to experts, by its config.json."""
     try:
-        config = msgspec.json.decode((model / "config.json").read_bytes())
+        return read_model_config(model).experts > 0
     except (OSError, msgspec.MsgspecError):
         return False
-    text = config.get("text_config") or config
-    return any((text.get(name) or 0) > 1 for name in EXPERTS)
 
 
 def _against_hf(

@@ -13,6 +13,7 @@ from backends.folders import absolute
 from backends.launch import EMBEDDED
 from backends.runs import Runs
 from backends.sample import read_disk
+from capture.model_config import read_model_config
 from capture.tap.memory import SLOTS
 
 GB = 10**9
@@ -58,11 +59,10 @@ def _slot_bytes(asked: Asked) -> int | None:
     if not isinstance(tokens, int) or asked.model is None or asked.model.startswith(EMBEDDED):
         return None
     try:
-        config = msgspec.json.decode((Path(asked.model).expanduser() / "config.json").read_bytes())
+        hidden = read_model_config(Path(asked.model).expanduser()).hidden
     except (OSError, msgspec.MsgspecError):
         return None
-    hidden = (config.get("text_config") or config).get("hidden_size")
-    return tokens * 2 * hidden * STATES if isinstance(hidden, int) else None
+    return tokens * 2 * hidden * STATES if hidden else None
 
 
 def state(place: Place, asked: Asked) -> Check:

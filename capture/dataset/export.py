@@ -32,7 +32,7 @@ from capture.dataset.verify import Reader
 from capture.dumps.verify import FAILURES_SHOWN, Deviation, Failure, VerificationError, check_states
 from capture.in_order import in_order
 from capture.locks import lock
-from capture.rows.vocabulary import model_vocabulary
+from capture.model_config import read_model_config
 from capture.stop import cannot_write, is_busy, is_full
 
 THREADS = min(4, os.cpu_count() or 1)
@@ -161,7 +161,7 @@ def draft_vocabulary(manifest: Manifest, job: ExportJob) -> formats.DraftVocabul
             raise ManifestError(f"--format {name}: it takes no maps of a drafter's vocabulary; export it without")
     path = Path(manifest.settings.model) / "config.json"
     try:
-        size = model_vocabulary(path.parent)
+        size = read_model_config(path.parent).vocabulary
     except (OSError, msgspec.MsgspecError) as error:
         raise ManifestError(
             f"--draft-vocab: the size of the model's vocabulary is not known; {path}: {error}"
