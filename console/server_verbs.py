@@ -337,7 +337,7 @@ def runs(run: str | None = None, *, common: Common = COMMON) -> int:
             headless.out(session.host.request("run", run_id=run), common.json, of_run.run)
         else:
             found = session.host.request("all")
-            headless.out({"schema": 1, "runs": found}, common.json, lambda _: map(of_run.run_line, found))
+            headless.out({"schema": 1, "runs": found}, common.json, lambda _: of_run.runs(found, time.time()))
         return ExitCode.OK
 
 

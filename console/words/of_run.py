@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ EVENTS = {
     "trouble": "{severity}: {cause} ({evidence}); {remedy}",
     "trouble_over": "over after {seconds} s: {id}",
 }
+SIGNS = {"starting": "~", "running": "~", "died": "!"}  # before the state of a run of which no end is known
 # Events that are told while one follows a run.
 NARRATED = ("tried", "relaunch", "relaunched", "relaunch_failed", "trouble", "trouble_over")
 BEFORE_DRAWING = ("preparing", "tokenising", "probing")  # phases of an extraction
@@ -72,9 +74,56 @@ def _cut_short(run: dict[str, Any]) -> bool:
     return bool(ended) and (ended["signal"] is not None or not run["result"])
 
 
+def runs(found: list[dict[str, Any]], at: float) -> Iterator[str]:
+    """Runs as a table, `at` epoch seconds."""
+    rows = [row(one, at) for one in found]
+    wide = {name: max(len(cells[name]) for cells in rows) for name in (rows[0] if rows else ())}
+    for cells in rows:
+        yield "  ".join(f"{cells[name]:<{width}}" for name, width in wide.items()).rstrip()
+
+
+def row(run: dict[str, Any], at: float) -> dict[str, str]:
+    """A run's cells in a table: its id, how it is or has ended, when it began, how long it lasted, of what it is."""
+    what = run["details"].get("profile") or run["details"].get("output") or run["details"].get("rows") or ""
+    port = f"port {run['port']}  " if run["port"] else ""
+    return {
+        "run": run["id"],
+        "state": signed_state(run),
+        "began": _began(run["created"], at),
+        "lasted": lasted(run, at),
+        "what": f"{port}{what}",
+    }
+
+
+def signed_state(run: dict[str, Any]) -> str:
+    """How a run is, or has ended, behind a sign of how bad that is."""
+    ended = run["exit"]
+    if ended is None:
+        state = str(run["state"])
+        return f"{SIGNS[state]} {state}" if state in SIGNS else state
+    if run["stop_asked"] and (run["kind"] == "server" or ended["code"] != 0):
+        return "- stopped"
+    if ended["signal"] is not None:
+        return f"! signal {ended['signal']}"
+    return "+ ended" if ended["code"] == 0 else f"! exit {ended['code']}"
+
+
+def lasted(run: dict[str, Any], at: float) -> str:
+    """How long a run lasted, or has lasted by now; "?" where nobody saw its end."""
+    ended = run["exit"]
+    known = ended is not None or going_on(run)
+    return figures.duration((ended["at"] if ended else at) - run["created"]) if known else "?"
+
+
+def _began(created: float, at: float) -> str:
+    day = "%H:%M:%S" if time.localtime(created)[:3] == time.localtime(at)[:3] else "%d %b %H:%M"
+    return time.strftime(day, time.localtime(created))
+
+
 def run(shown: dict[str, Any]) -> Iterator[str]:
     """A run in one line, and its events in a line each."""
-    yield run_line(shown)
+    long = f", lasted {lasted(shown, shown['exit']['at'])}" if shown["exit"] else ""
+    yield f"{shown['id']}  {signed_state(shown)}, began {figures.when(shown['created'])}{long}"
     yield from (f"  {line}" for line in events(shown["events"]))
 
 
@@ -82,13 +131,6 @@ def events(found: list[dict[str, Any]]) -> Iterator[str]:
     """Events of a run's history, a line each with its time."""
     for one in found:
         yield f"{figures.when(one['at'])}  {event(one)}"
-
-
-def run_line(shown: dict[str, Any]) -> str:
-    """A run's id, its state and how it ended."""
-    ended = shown["exit"]
-    how = "" if not ended else f" {ended['code']}" if ended["signal"] is None else f" signal {ended['signal']}"
-    return f"{shown['id']:<32} {shown['state']}{how}"
 
 
 def event(one: dict[str, Any]) -> str:

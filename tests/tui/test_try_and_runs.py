@@ -133,7 +133,7 @@ async def test_runs_with_how_they_went(monkeypatch: pytest.MonkeyPatch) -> None:
     app = console(answers=answers)
     async with app.run_test(size=SIZE, notifications=True) as pilot:
         await pilot.press("r")
-        for text in ("! exit 1", "! died", "! signal 9", "- signal 15", "90 s", "port 30000  p"):
+        for text in ("! exit 1", "! died", "! signal 9", "- stopped", "90 s", "port 30000  p"):
             await until_shown(pilot, text)
         await until_shown(pilot, "folder: /state/runs/verify-1")  # the first is chosen
         await pilot.press("w")

@@ -481,7 +481,8 @@ def test_from_launch_to_stop(launched: Callable[..., tuple[Ran, int]], layertap:
     assert "api_key='***')" in log.stdout
     assert "sk-secret" not in log.stdout
     assert layertap("logs", run_id).stdout == log.stdout
-    assert layertap("runs").stdout == f"{run_id:<32} running\n"
+    row = rf"{run_id}  {{}}  \d\d:\d\d:\d\d  \d.*[sm]  port {port}  fake"
+    assert re.fullmatch(row.format("~ running") + "\n", layertap("runs").stdout)
 
     stopped = layertap("stop")
     assert (stopped.returncode, stopped.stderr) == (0, "")
@@ -489,9 +490,9 @@ def test_from_launch_to_stop(launched: Callable[..., tuple[Ran, int]], layertap:
     after = layertap("status")
     assert after.returncode == 9
     assert after.stdout.splitlines()[1] == f"- server {run_id}: stopped"
-    assert layertap("runs").stdout == f"{run_id:<32} exited signal 15\n"
+    assert re.fullmatch(row.format("- stopped") + "\n", layertap("runs").stdout)
     line, *history = layertap("runs", run_id).stdout.splitlines()
-    assert line == f"{run_id:<32} exited signal 15"
+    assert re.fullmatch(rf"{run_id}  - stopped, began [-\d]+ [:\d]+, lasted \d.*[sm]", line)
     said = ["started as process", "asked to stop: layertap stop", "ended by signal 15", "stopped in"]
     for event, beginning in zip(history, said, strict=True):
         assert re.match(rf"  \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d  {beginning}", event)

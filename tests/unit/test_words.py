@@ -850,12 +850,56 @@ def test_a_probe_that_drew_nothing() -> None:
     assert said[5:] == ["  ! /generate answered 500"]
 
 
+def one_run(name: str, **known: Any) -> dict[str, Any]:
+    """A run that began at 03:04:05 and ended well after a minute and a half."""
+    kind = name.partition("-")[0]
+    run = {"id": name, "kind": kind, "state": "exited", "created": BEGAN, "stop_asked": False, "port": None}
+    return run | {"exit": {"code": 0, "signal": None, "at": BEGAN + 90.0}, "details": {}} | known
+
+
+BEGAN = time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "code", "signal", "asked", "said"),
+    [
+        ("plan-1", "running", None, None, False, "~ running"),
+        ("plan-1", "died", None, None, False, "! died"),
+        ("plan-1", "elsewhere", None, None, False, "elsewhere"),
+        ("plan-1", "exited", 0, None, False, "+ ended"),
+        ("plan-1", "exited", 0, None, True, "+ ended"),  # before it heard of the stop
+        ("plan-1", "exited", 130, None, True, "- stopped"),
+        ("server-1", "exited", 0, None, True, "- stopped"),
+        ("server-1", "exited", None, 15, True, "- stopped"),
+        ("server-1", "exited", 0, None, False, "+ ended"),
+        ("server-1", "exited", None, 9, False, "! signal 9"),
+        ("verify-1", "exited", 1, None, False, "! exit 1"),
+    ],
+)
+def test_how_a_run_is(name: str, state: str, code: int | None, signal: int | None, asked: bool, said: str) -> None:
+    ended = None if code is signal is None else {"code": code, "signal": signal, "at": BEGAN}
+    assert of_run.signed_state(one_run(name, state=state, exit=ended, stop_asked=asked)) == said
+
+
+def test_runs_as_a_table() -> None:
+    runs = [
+        one_run("server-20", port=30000, details={"profile": "base"}, state="running", exit=None),
+        one_run("try-1", created=BEGAN - 86400.0),
+        one_run("extract-3", state="died", exit=None, details={"output": "/data"}),
+    ]
+    assert list(of_run.runs(runs, BEGAN + 7200.0)) == [
+        "server-20  ~ running  03:04:05      2 h 0 m   port 30000  base",
+        "try-1      + ended    01 Jan 03:04  24 h 1 m",
+        "extract-3  ! died     03:04:05      ?         /data",
+    ]
+    assert list(of_run.runs([], BEGAN)) == []
+
+
 def test_a_run_with_its_events() -> None:
-    at = time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))
-    shown = {"id": "try-1", "state": "exited", "exit": {"code": 0, "signal": None}}
-    shown["events"] = [{"at": at, "event": "ended", "code": 0, "signal": None}]
-    assert list(of_run.run(shown)) == [f"{'try-1':<32} exited 0", "  2026-01-02 03:04:05  ended with code 0"]
-    assert of_run.run_line({"id": "try-1", "state": "running", "exit": None}) == f"{'try-1':<32} running"
+    shown = one_run("try-1") | {"events": [{"at": BEGAN, "event": "ended", "code": 0, "signal": None}]}
+    said = ["try-1  + ended, began 2026-01-02 03:04:05, lasted 90 s", "  2026-01-02 03:04:05  ended with code 0"]
+    assert list(of_run.run(shown)) == said
+    assert next(of_run.run(shown | {"exit": None, "state": "running"})).endswith("~ running, began 2026-01-02 03:04:05")
 
 
 # --- Signs ---

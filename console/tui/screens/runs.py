@@ -20,7 +20,7 @@ from console.session import going_on
 from console.tui.screens.base import HostScreen
 from console.tui.widgets.panel import line
 from console.tui.widgets.table import Table, cell
-from console.words import figures, of_run, of_server
+from console.words import of_run, of_server
 
 RENEW_SECONDS = 2.0
 COLUMNS = {"run": 27, "state": 10, "began": 8, "lasted": 10, "what": 16}  # and how wide each is at least
@@ -64,14 +64,14 @@ class RunsScreen(HostScreen):
             return
         table = self.query_one(Table)
         for run in filter(going_on, found):  # time goes on
-            for name, text in row(run, now()).items():
+            for name, text in of_run.row(run, now()).items():
                 if name in table.columns:
                     table.update_cell(run["id"], name, cell(text, overflow="ellipsis"))
 
     def _fill(self, chosen: str | None) -> None:
         """Columns for the width that there is, and a row a run; the cursor goes to the chosen one."""
         table = self.query_one(Table)
-        rows = {run["id"]: row(run, now()) for run in self._runs}
+        rows = {run["id"]: of_run.row(run, now()) for run in self._runs}
         fitting = widths([*rows.values()], table.size.width)
         table.clear(columns=True)
         for name, width in fitting.items():
@@ -126,44 +126,12 @@ def widths(rows: list[dict[str, str]], width: int) -> dict[str, int]:
     return fitting | {"what": max(rest, COLUMNS["what"])}
 
 
-def row(run: dict[str, Any], at: float) -> dict[str, str]:
-    """A run's cells by their columns."""
-    ended = run["exit"]
-    if ended is None:
-        state = {"running": "~ running", "starting": "~ starting", "died": "! died"}.get(run["state"], run["state"])
-    elif ended["signal"] is not None:
-        state = f"- signal {ended['signal']}" if run["stop_asked"] else f"! signal {ended['signal']}"
-    else:
-        state = "+ ended" if ended["code"] == 0 else "- stopped" if run["stop_asked"] else f"! exit {ended['code']}"
-    what = run["details"].get("profile") or run["details"].get("output") or run["details"].get("rows") or ""
-    port = f"port {run['port']}  " if run["port"] else ""
-    return {
-        "run": run["id"],
-        "state": state,
-        "began": _when(run["created"], at),
-        "lasted": _lasted(run, at),
-        "what": f"{port}{what}",
-    }
-
-
-def _lasted(run: dict[str, Any], at: float) -> str:
-    ended = run["exit"]
-    known = ended is not None or going_on(run)
-    return figures.duration((ended["at"] if ended else at) - run["created"]) if known else "?"
-
-
 def told(run: dict[str, Any]) -> list[str]:
     """One run in lines: how it went, what happened, where its files are, and what was started."""
-    head, *events = of_run.run(run)
-    lines = [f"{head}, lasted {_lasted(run, now())}" if run["exit"] else head, *events]
+    lines = [*of_run.run(run)]
     if "phases" in run:
         lines += of_server.server(run)
     elif run["kind"] == "extract":
         lines += of_run.extraction(run)
     lines += [f"{name}: {value}" for name, value in run["details"].items() if name not in ("layers", "layers_words")]
     return [*lines, f"folder: {run['folder']}", f"argv: {mask_text(' '.join(run['argv']))}"]
-
-
-def _when(created: float, at: float) -> str:
-    day = "%H:%M:%S" if time.localtime(created)[:3] == time.localtime(at)[:3] else "%d %b %H:%M"
-    return time.strftime(day, time.localtime(created))
