@@ -10,7 +10,10 @@ from typing import Any
 
 from helpers import ROOT
 from scenes import SCENES, MadeFeed
+from textual._context import visible_screen_stack
+from textual.app import App
 from textual.pilot import Pilot
+from textual.screen import Screen
 
 from console.config import ConsoleConfig
 from console.tui.app import Console, Hosts
@@ -40,6 +43,7 @@ def shown(app: Console) -> str:
     """The text on the screen, a line a row."""
     width, height = app.size
     rows = [[" "] * width for _ in range(height)]
+    visible_screen_stack.set(app._background_screens)  # else a question is drawn over nothing, and kept that way
     for y, strip in enumerate(app.screen._compositor.render_strips()):
         text = "".join(segment.text for segment in strip)
         rows[y] = list(text)
@@ -60,6 +64,17 @@ async def until_shown(pilot: Pilot[Any], text: str) -> None:
     await until(pilot, lambda: text in shown(pilot.app), f"shown: {text!r}")  # type: ignore[arg-type]
 
 
+async def until_said(pilot: Pilot[Any], text: str) -> None:
+    """Wait until words are on the screen, over however many lines."""
+    await until(pilot, lambda: text in " ".join(shown(pilot.app).split()), f"said: {text!r}")  # type: ignore[arg-type]
+
+
+def drawn(app: App[Any]) -> bool:
+    """Whether a screen of ours stands there; Textual's own empty one comes before the first of them."""
+    laid_out = type(app.screen) is not Screen and getattr(app.screen, "laid_out", True)
+    return laid_out and bool(shown(app).strip())  # type: ignore[arg-type]
+
+
 async def until_settled(pilot: Pilot[Any]) -> None:
     """Wait until the screen is laid out and draws the same again and again: sizes follow contents a little later."""
     before, same = "", 0
@@ -69,6 +84,6 @@ async def until_settled(pilot: Pilot[Any]) -> None:
         getattr(pilot.app, "show_now", lambda: None)()
         await pilot.pause()
         await asyncio.sleep(0.02)
-        now = pilot.app.export_screenshot() if getattr(pilot.app.screen, "laid_out", True) else ""
+        now = pilot.app.export_screenshot() if drawn(pilot.app) else ""
         same = same + 1 if now and now == before else 0
         before = now

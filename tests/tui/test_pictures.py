@@ -97,9 +97,7 @@ def test_a_question(snap_compare: Any, name: str, size: tuple[int, int]) -> None
     app = console("connecting")
 
     async def go(pilot: Pilot[Any]) -> None:
-        await until_settled(
-            pilot
-        )  # a screen that was covered before it was ever drawn shows nothing below the question
+        await until_settled(pilot)
         app.feed.scene["question"] = QUESTIONS[name]  # type: ignore[attr-defined]
         await until_shown(pilot, "Cancel")
         await until_settled(pilot)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from consoles import shown, until, until_shown
+from consoles import shown, until, until_said, until_shown
 from made_dataset import make_dataset
 from scenes import SCENES, extraction
 from screens_shown import AGAIN, REASON, MadeJobs, ended, made_console, quick, seen, with_extraction
@@ -160,11 +160,12 @@ async def test_when_it_ends_it_is_looked_at_once_more(monkeypatch: Any, dataset:
 
 
 async def test_a_folder_that_is_no_dataset_yet(monkeypatch: Any, tmp_path: Path, answers: dict[str, Any]) -> None:
-    with_extraction(monkeypatch, of(tmp_path / "none", ended()))
+    """However long its name is, what is wrong with it is said to the end."""
+    with_extraction(monkeypatch, of(tmp_path / "none" / ("long" * 30), ended()))
     app = made_console(MadeJobs(), answers)
     async with app.run_test(size=SIZE, notifications=True) as pilot:
         await open_screen(app, pilot)
-        await until_shown(pilot, "is no dataset: there is no such folder")
+        await until_said(pilot, "is no dataset: there is no such folder")
 
 
 async def test_another_dataset_is_chosen(monkeypatch: Any, dataset: Path, answers: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ class SamplesScreen(HostScreen):
 
     AUTO_FOCUS = "SampleTable"
     DEFAULT_CSS = """
-    SamplesScreen #where { height: 1; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
+    SamplesScreen #where { height: auto; padding: 0 1; }
     SamplesScreen #states { height: auto; padding: 0 1; }
     SamplesScreen SampleTable { height: 1fr; }
     SamplesScreen #one { height: auto; max-height: 30%; border-top: solid $panel-lighten-2; padding: 0 1; }
