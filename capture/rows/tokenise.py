@@ -163,7 +163,7 @@ class Encoder:
             fields = parse_line(raw) if isinstance(raw, bytes) else raw
             if isinstance(fields, Refused):
                 raise fields
-            ids, mask = self._encode(fields, alarms)
+            ids, mask = self._encode(_without_nulls(fields), alarms)
             self._check_ids(ids)
         except Refused as reason:
             return BadRow(file, line, str(reason))
@@ -222,6 +222,14 @@ class Encoder:
 # ---- fields -> ids and mask
 
 
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    """A row or a message without the keys that it has only since others have them, as SGLang's chat endpoint sees it.
+
+    Content stays, since null is something that is said there, beside tool calls.
+    """
+    return {name: value for name, value in fields.items() if value is not None or name == "content"}
+
+
 def _unknown_shape(fields: dict[str, Any]) -> str:
     if not fields:
         return "the object is empty"
@@ -261,7 +269,7 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
     if isinstance(tools, str):  # as tables keep schemas that are not all alike
         try:
             tools = json.loads(tools)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Refused(f"tools is a string that is not JSON: {first_line(error)}") from error
     if tools is None:
         return None
@@ -282,8 +290,8 @@ def _message(message: Any, number: int) -> Message:
     """One message as the chat template wants it: `role`, `content` and whatever else it came with."""
     if not isinstance(message, dict):
         raise Refused(f"message {number} is {kind_of(message)}, not an object")
-    named: Message = message
-    if "role" not in message and "from" in message:
+    named: Message = _without_nulls(message)
+    if "role" not in named and "from" in named:
         named = {"role": _role(message["from"], number), "content": message.get("value")}
     if not isinstance(named.get("role"), str):
         raise Refused(f"message {number} has no role: it needs role and content, or from and value")

@@ -421,6 +421,40 @@ def test_given_ids_are_kept(tmp_path):
     assert [type(bit) for bit in row.mask] == [int, int, int]
 
 
+NULLS = """
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+<a>{%- set why = message.get('reasoning_content', '') %}{{ why }}{{ message.content }}
+{%- if 'tool_calls' in message %}{{ message.tool_calls | length }}{% endif %}</a>
+{%- else %}<u>{{ message.content }}</u>{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<a>{% endif %}"""
+
+
+def test_what_is_null_in_a_row_or_a_message_is_not_there(tmp_path):
+    """A template's default holds for it, as it does when SGLang is asked: no "None" gets into the loss."""
+    plain = chat("one", "two")
+    odd = [message | {"reasoning_content": None, "tool_calls": None, "name": None} for message in plain]
+    rows = [
+        {"messages": plain},
+        {"messages": odd},
+        {"messages": None, "conversations": odd, "input_ids": None, "loss_mask": None, "tools": None},
+        {"conversations": [{"from": one["role"], "value": one["content"], "role": None} for one in plain]},
+    ]
+    expected, *found = read(tmp_path, make(NULLS), *rows)
+    assert isinstance(expected, Row)
+    for row in found:
+        assert isinstance(row, Row), row
+        assert (row.ids, row.mask) == (expected.ids, expected.mask)
+
+
+def test_arguments_that_are_nested_without_end_stay_text(tmp_path):
+    call = {"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
+    messages = [*chat("one"), {"role": "assistant", "content": "two", "tool_calls": [call]}]
+    (row,) = read(tmp_path, make(PLAIN), {"messages": messages})
+    assert isinstance(row, Row)
+
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -456,7 +490,8 @@ def test_given_ids_are_kept(tmp_path):
         ({"input_ids": [1]}, "input_ids without loss_mask"),
         ({"input_ids": [], "loss_mask": []}, "the row has no tokens"),
         ({"input_ids": "1", "loss_mask": [1]}, "input_ids is a string, not a list of integers"),
-        ({"input_ids": [1], "loss_mask": None}, "loss_mask is null, not a list of integers"),
+        ({"input_ids": [1], "loss_mask": None}, "input_ids without loss_mask"),
+        ({"messages": chat("one"), "tools": "[" * 100_000}, "tools is a string that is not JSON"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "input_ids has 2 entries and loss_mask 1"),
         ({"input_ids": [1, True], "loss_mask": [1, 1]}, "input_ids[1] is a boolean, not an integer"),
         ({"input_ids": [1, 2.0], "loss_mask": [1, 1]}, "input_ids[1] is a number, not an integer"),
