@@ -110,9 +110,8 @@ class Preparation:
         if found is None:
             self.progress.phase = "probing"
             self.report(self.progress)
-            # The embedded engine takes a minute for the longest prompts; what is not drawn need not be probed there.
-            most = longest if info.get("device") == "cpu" else None
-            found = probe.probe(server, tap, info, tokenizer, lambda what: self.say(f"probe: {what}"), most=most)
+            # Longer prompts than are drawn need not be probed, and a forward of one might be too much for the GPU.
+            found = probe.probe(server, tap, info, tokenizer, lambda what: self.say(f"probe: {what}"), most=longest)
         self.tell("probed", passed=found.passed, earlier=earlier, lengths=found.lengths, ranks=found.ranks)
         for failure in found.failures:
             self.say(f"probe: {failure}")

@@ -128,8 +128,9 @@ def probe(
 ) -> Probed:
     """Probe a server that the gate lets pass, and keep the result beside its dumps; the caller holds its lock.
 
-    `report` gets what is being done, `most` bounds the prompts' tokens, `with_hf` compares with a Hugging Face forward
-    too. Raises ServerGone, and InputError for a model that such a forward cannot be made of here.
+    `report` gets what is being done. `most` bounds the prompts' tokens; without it, what the server takes into
+    one forward together does. `with_hf` compares with a Hugging Face forward too. Raises ServerGone, and InputError
+    for a model that such a forward cannot be made of here.
     """
     assert tap.layers is not None
     begun = time.monotonic()
@@ -147,7 +148,7 @@ def probe(
         dtype=tap.dtype,
         ranks=tap.ranks,
         layers=tap.layers,
-        lengths=lengths(min(takes, most or takes), tokens_in_flight(server, tap)),
+        lengths=lengths(min(takes, most or info.get("max_prefill_tokens") or takes), tokens_in_flight(server, tap)),
         tolerance=tolerance(tap.dtype, experts(Path(tap.model))),
     )
     asked = prompts(tokenizer, made.lengths)

@@ -67,7 +67,8 @@ class Copy:
         self.pairs, self.done, self.failed = pairs, done, failed
         self.computed = torch.cuda.Event(blocking=True)  # the thread that waits for it sleeps
         self.computed.record()
-        self.there = torch.zeros(1, dtype=torch.bool, pin_memory=True)
+        with torch.inference_mode(False):  # the forward may be in it, and another thread writes here
+            self.there = torch.zeros(1, dtype=torch.bool, pin_memory=True)
         self.started = threading.Event()
         self.error: Exception | None = None
 
@@ -134,6 +135,9 @@ class CudaCopier:
             copy.started.set()
 
     def _run(self) -> None:
+        import torch
+
+        torch.cuda.set_device(self.stream.device)  # else this thread would take memory of the first GPU
         while True:
             item = self.waiting.get()
             try:

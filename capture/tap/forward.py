@@ -131,8 +131,9 @@ class Tap:
         return result
 
     def _see_norm(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        # A norm that takes a residual adds to it and gives the sum back; one without has it as its input.
-        self.pre_norm = result[1] if isinstance(result, tuple) else (args[0] if args else kwargs["x"]).clone()
+        # A norm that takes a residual adds to it and gives the sum back; one without has it as its input. Either may
+        # lie in a buffer of SGLang's that the next forward fills anew.
+        self.pre_norm = (result[1] if isinstance(result, tuple) else args[0] if args else kwargs["x"]).clone()
 
 
 def gpu_name(device: Any) -> str | None:
@@ -166,6 +167,6 @@ def this_replica() -> int:
 
 def forward_tokens(server_args: Any, context_length: int) -> int:
     """Most rows that one forward can hold: the batch budget, or one prompt that is longer."""
-    longest = max(server_args.max_prefill_tokens, context_length)
-    chunk = server_args.chunked_prefill_size
-    return int(min(longest, chunk) if chunk and chunk > 0 else longest)
+    most = [max(server_args.max_prefill_tokens, context_length)]
+    most += [limit for limit in (server_args.chunked_prefill_size, server_args.max_total_tokens) if limit and limit > 0]
+    return int(min(most))

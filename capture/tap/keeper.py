@@ -116,9 +116,13 @@ class Keeper:
             self.writers.put_back(slot)
             self._give_up(pieces, f"copying its states failed: {error}")
 
-        ids = batch.input_ids.clone()  # SGLang fills that buffer anew for the next forward, maybe before it is copied
-        pairs = self._copies(slot, pieces, rows, [ids, *states])
-        self.copier.copy(pairs, functools.partial(self.writers.send_forward, slot, pieces), failed)
+        try:
+            # SGLang fills the buffer of ids anew for the next forward, maybe before it is copied.
+            pairs = list(self._copies(slot, pieces, rows, [batch.input_ids.clone(), *states]))
+        except Exception as error:
+            failed(error)
+        else:
+            self.copier.copy(pairs, functools.partial(self.writers.send_forward, slot, pieces), failed)
 
     def refuse(self, batch: Any, reason: str) -> None:
         """Fail what of this forward is ours."""

@@ -103,3 +103,17 @@ def test_a_copy_that_fails_fails_its_requests_and_frees_its_slot(tmp_path: Path)
     copier.run()
     assert [fail.reason for fail in keeper.writers.failed] == ["copying its states failed: no such memory"]
     assert (keeper.writers.free, keeper.writers.sent) == ([0], [])
+
+
+def test_a_forward_for_whose_ids_there_is_no_memory_fails_its_requests_and_frees_its_slot(tmp_path: Path) -> None:
+    class Full:
+        def clone(self) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    keeper = keeper_with(LateCopier(), tmp_path)
+    batch = forward([5, 6, 7])
+    batch.input_ids = Full()
+    keeper.take(batch, [torch.zeros(3, HIDDEN)] * STATES)
+    keeper.copier.run()
+    assert [fail.reason for fail in keeper.writers.failed] == ["copying its states failed: CUDA out of memory"]
+    assert (keeper.writers.free, keeper.writers.sent) == ([0], [])

@@ -118,14 +118,13 @@ def probed(*failures: str) -> Probed:
     )
 
 
-@pytest.mark.parametrize(("device", "most"), [("cuda", None), ("cpu", 300)])
-def test_a_server_is_probed_before_the_first_sample(
-    monkeypatch: pytest.MonkeyPatch, device: str, most: int | None
+def test_a_server_is_probed_before_the_first_sample_with_prompts_as_long_as_the_longest(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sound = probed()
     preparation, asked = probing(monkeypatch, sound)
-    assert preparation._pass_probe(None, None, {"device": device}, None) is sound
-    assert asked == [("kept", 300), ("probe", most)]
+    assert preparation._pass_probe(None, None, {}, None) is sound
+    assert asked == [("kept", 300), ("probe", 300)]
     assert preparation.told == [{"event": "probed", "passed": True, "earlier": False, "lengths": [3, 300], "ranks": 2}]
 
 

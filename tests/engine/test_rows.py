@@ -454,7 +454,6 @@ def test_arguments_that_are_nested_without_end_stay_text(tmp_path):
     assert isinstance(row, Row)
 
 
-
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

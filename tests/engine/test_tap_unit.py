@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from capture.layers import FLAG, Layers, boundaries_of
-from capture.tap.forward import Tap
+from capture.tap.forward import Tap, forward_tokens
 
 STATES = [torch.full((3, 4), float(i)) for i in range(3)]
 
@@ -169,3 +169,19 @@ def test_a_model_that_gives_no_states_fails_the_request_and_not_the_server() -> 
     inner, keeper = tapped(silent=True)
     assert torch.equal(inner.forward(forward_batch=batch()), torch.full((3, 4), 2.0))
     assert keeper.refused == ["the model's forward gave no states of its layers"]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "context", "chunk", "pool", "rows"),
+    [
+        (8192, 4096, -1, None, 8192),
+        (8192, 131072, None, None, 131072),  # one prompt that is longer than the budget
+        (8192, 131072, 2048, None, 2048),
+        (8192, 131072, -1, 65536, 65536),  # no forward has more tokens than the KV cache
+    ],
+)
+def test_a_slot_holds_the_largest_forward(
+    prefill: int, context: int, chunk: int | None, pool: int | None, rows: int
+) -> None:
+    args = SimpleNamespace(max_prefill_tokens=prefill, chunked_prefill_size=chunk, max_total_tokens=pool)
+    assert forward_tokens(args, context) == rows

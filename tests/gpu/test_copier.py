@@ -85,3 +85,13 @@ def test_a_copy_that_cannot_be_made_says_why_and_the_next_is_made(arena: Arena) 
     arena.copy(1, states(5))
     slot, found = arena.wait()
     assert slot == 1 and torch.equal(found, torch.full_like(found, 5))
+
+
+def test_a_forward_in_inference_mode_is_copied_whether_another_follows_or_not(arena: Arena) -> None:
+    with torch.inference_mode():
+        arena.copy(0, states(5))
+        assert arena.wait()[0] == 0
+        arena.copy(1, states(6))
+        arena.copier.before_forward()
+        slot, found = arena.wait()
+    assert slot == 1 and torch.equal(found, torch.full_like(found, 6))
