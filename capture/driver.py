@@ -14,7 +14,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ BUSY_SECONDS = 120.0  # for which a sample is asked for again while the writers 
 BUSY_PAUSE = 0.5
 COMMIT_SECONDS = 0.25
 DRAIN_SECONDS = 12.0  # a stop waits for 20, and then ends what is left
+MOST_THREADS = 16  # each of which holds the states of one sample
+ASKED = "it was asked to stop"
 SAMPLE_EVENTS = 300  # retries and failures that the run's history has; the log has all
 
 
@@ -53,7 +55,9 @@ def extract(job: ExtractJob, report: Callable[[Any], None], say: Callable[[str],
         for path, run in {source.lock: source.server.run for source in job.sources}.items():  # replicas share one
             locks.append(lock(Path(path), f"another job draws from the server {run}"))
         prepared = Preparation(job, output, report, say, tell).prepare()
-        return asyncio.run(Extraction(prepared, output, report, say, tell).drive())
+        extraction = Extraction(prepared, output, report, say, tell)
+        asyncio.run(extraction.drive())
+        return extraction.finish()
     except (OSError, sqlite3.OperationalError) as error:
         if is_full(error) or is_busy(error):
             raise cannot_write(output, error) from error
@@ -77,20 +81,20 @@ class Extraction:
         self.pace: deque[tuple[float, int]] = deque()
         self.of_thread = threading.local()
 
-    async def drive(self) -> int:
-        """Draw what is pending; returns the exit code."""
+    async def drive(self) -> None:
+        """Draw what is pending."""
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._stop, Stop(130, "it was asked to stop"))
+            asyncio.get_running_loop().add_signal_handler(number, self._stop, Stop(130, ASKED))
         self.progress.phase = "extracting"
         self.lanes = Lanes(
             [Lane(server, tap, len(self.servers)) for server, tap in zip(self.servers, self.taps, strict=True)]
         )
         tasks: set[asyncio.Task[None]] = set()
-        with ThreadPoolExecutor(max(4, len(os.sched_getaffinity(0)) // 2)) as self.pool:
+        with ThreadPoolExecutor(min(MOST_THREADS, max(4, len(os.sched_getaffinity(0)) // 2))) as self.pool:
             async with contextlib.AsyncExitStack() as stack:
                 for lane in self.lanes.all:
                     await stack.enter_async_context(lane)
-                keepers = [asyncio.create_task(self._commit_often()), asyncio.create_task(self._look_after())]
+                keepers = [asyncio.create_task(self._keep_up(keep)) for keep in (self._commit_often, self._look_after)]
                 try:
                     for sample in self.ledger.samples("pending"):
                         place = await self.lanes.take(sample.tokens, self._is_stopping)
@@ -104,7 +108,6 @@ class Extraction:
                     for keeper in keepers:
                         keeper.cancel()
                     await asyncio.gather(*keepers, return_exceptions=True)
-        return self._finish()
 
     async def _drain(self, tasks: set[asyncio.Task[None]]) -> None:
         """Let what is under way end; where the run stops, not for long."""
@@ -120,23 +123,30 @@ class Extraction:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 return
 
-    def _finish(self) -> int:
+    def finish(self) -> int:
+        """Bring the dataset into the state that trainers load, unless the run was stopped; returns the exit code.
+
+        Raises what the run was stopped by.
+        """
         progress = self.progress
         try:
-            self._commit()
-            progress.count(self.ledger)
-            self.manifest.counts = self.ledger.counts() | {
-                "bad_rows": progress.bad_rows,
-                "overlong_rows": progress.overlong_rows,
-            }
-            self.manifest.updated = time.time()
-            if not self.stopping:
-                progress.phase = "finishing"
-                self.report(progress)
-                finish(self.output, self.manifest, self.ledger, self.manifest.settings.formats)
-            manifest.write_manifest(self.output, self.manifest)
+            with stopped_by_signals():
+                self._commit()
+                progress.count(self.ledger)
+                self.manifest.counts = self.ledger.counts() | {
+                    "bad_rows": progress.bad_rows,
+                    "overlong_rows": progress.overlong_rows,
+                }
+                self.manifest.updated = time.time()
+                if not self.stopping:
+                    progress.phase = "finishing"
+                    self.report(progress)
+                    finish(self.output, self.manifest, self.ledger, self.manifest.settings.formats)
+                manifest.write_manifest(self.output, self.manifest)
         except (OSError, sqlite3.OperationalError) as error:
             self._stop(cannot_write(self.output, error))
+        except Stop as asked:
+            self._stop(asked)
         progress.phase = "stopped" if self.stopping else "finished"
         progress.tokens_per_second = progress.eta_seconds = None
         self.report(progress)
@@ -292,6 +302,12 @@ class Extraction:
             self.stopping = why
             self.lanes.wake()
 
+    async def _keep_up(self, keep: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await keep()
+        except Exception as error:  # a bug of ours: nobody would look after the run any more
+            self._stop(error)
+
     async def _commit_often(self) -> None:
         while True:
             await asyncio.sleep(COMMIT_SECONDS)
@@ -329,3 +345,18 @@ class Extraction:
         rate = (progress.tokens_written - tokens) / (now - before) if now > before else 0.0
         progress.tokens_per_second = round(rate, 1) if rate else None
         progress.eta_seconds = round((progress.tokens - progress.tokens_written) / rate, 1) if rate else None
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Raise Stop, wherever the run is, when it is asked to end."""
+
+    def stop(_number: int, _frame: Any) -> None:
+        raise Stop(130, ASKED)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

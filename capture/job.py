@@ -9,6 +9,7 @@ usage: python -m capture.job KIND
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -111,8 +112,9 @@ class SampleJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report(progress: Any) -> None:
-    """Renew progress.json."""
-    dump.write_json(Path("progress.json"), progress)
+    """Renew progress.json; where that cannot be done just now, the job goes on without."""
+    with contextlib.suppress(OSError):
+        dump.write_json(Path("progress.json"), progress)
 
 
 def tell(event: str, **facts: Any) -> None:

@@ -13,7 +13,10 @@ class Busy(Exception):
 
 def lock(path: Path, what: str) -> int:
     """Take a lock that this process keeps until it ends; returns its handle. Raises Busy where it is held."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except PermissionError:
+        raise Busy(f"{path} is another user's: only who made it can lock it") from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the environment's is not asked
+
 
 class ServerGone(Exception):
     """The server's process is dead; the sentence says how that was seen."""
@@ -64,7 +66,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         """`/server_info`: the resolved arguments. Raises ServerGone where nobody answers, or not to the end."""
         request = urllib.request.Request(f"{self.url}/server_info", headers=self.headers)
         try:
-            with urllib.request.urlopen(request, timeout=seconds) as answer:
+            with DIRECTLY.open(request, timeout=seconds) as answer:
                 return dict(json.load(answer))
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise ServerGone(f"{self.url}/server_info does not answer: {error}") from error

@@ -185,6 +185,8 @@ def take_folder(output: Path, allow_volatile: bool, say: Callable[[str], None]) 
     """Make the folder of a dataset, or see that one is there. Raises ManifestError for a folder that cannot be one."""
     if output.exists() and not output.is_dir():
         raise ManifestError(f"{output} is a file; give a folder")
+    if output.is_dir() and not os.access(output, os.R_OK | os.W_OK | os.X_OK):
+        raise ManifestError(f"{output} is a folder that we may not write to; choose another one")
     there = [entry.name for entry in output.iterdir()] if output.is_dir() else []
     if "pull.json" in there:
         raise ManifestError(f"{output} is a copy that was pulled; write into the dataset that it came from")

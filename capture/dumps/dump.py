@@ -53,7 +53,8 @@ class Meta(msgspec.Struct, frozen=True):
 class Line(msgspec.Struct, frozen=True):
     """One line of dumps.jsonl: request `n` came to `state` ("done" or "failed").
 
-    `busy` where it failed only since no arena slot came free in time; asked again later it may well be done.
+    `busy` where it failed only since no arena slot came free in time, or no room for its dump; asked again later it may
+    well be done.
     """
 
     n: int

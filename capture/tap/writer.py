@@ -133,7 +133,8 @@ class Writer:
         try:
             return Line(piece.number, piece.rid, "done", self._write(piece, ids, states))
         except OSError as error:
-            return self._failed(piece.number, piece.rid, f"the dump could not be written: {error.strerror}")
+            reason = f"the dump could not be written: {error.strerror}"
+            return self._failed(piece.number, piece.rid, reason, busy=error.errno == errno.ENOSPC)
 
     def _put_together(self, piece: Piece, ids: Any, states: Any) -> tuple[Any, Any] | None:
         if piece.prefix == 0:

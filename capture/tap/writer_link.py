@@ -20,7 +20,8 @@ from capture.tap.writer import MESSAGE_BYTES, MESSAGE_PIECES, Ack, Fail, Forward
 
 logger = logging.getLogger("sglang.layertap")
 
-HUNG_SECONDS = 20.0  # without an answer, after which a writer is killed; it answers at least once for each slot
+HUNG_SECONDS = 20.0  # without an answer, after which a writer is killed; it answers at least once for each slot …
+SLOW_BYTES = 200e6  # … and has a second more for each of these that it has to write: a long prompt's states are many
 START_SECONDS = 180.0  # until its first word, likewise: it imports torch, maybe from a slow disk
 LOOK_MILLISECONDS = 1000
 
@@ -50,6 +51,11 @@ class WriterLink:
     def silent(self) -> float:
         """Seconds for which it has owed an answer without giving any."""
         return time.monotonic() - self.heard if self.ready and self.unanswered else 0.0
+
+    @property
+    def patience(self) -> float:
+        """Seconds that it may owe an answer."""
+        return HUNG_SECONDS + self.load * self.settings.arena.bytes_per_token / SLOW_BYTES
 
     def send_forward(self, slot: int, pieces: list[Piece]) -> None:
         """Hand pieces of a filled slot over. Where the writer is just dying, its successor fails these requests."""
@@ -175,7 +181,7 @@ class WriterLink:
         decoder = msgspec.json.Decoder(Ack)
         while True:
             if not poller.poll(LOOK_MILLISECONDS):
-                silent, most = self.silent, HUNG_SECONDS
+                silent, most = self.silent, self.patience
                 if not self.ready:
                     silent, most = time.monotonic() - begun, START_SECONDS
                 if silent > most:

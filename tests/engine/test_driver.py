@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,7 +120,33 @@ def test_what_cannot_be_committed_just_now_is_committed_later(committing: Any) -
 
 def test_what_cannot_be_committed_at_the_end_ends_the_run(committing: Any, tmp_path: Path) -> None:
     with pytest.raises(Stop) as stopped:
-        committing._finish()
+        committing.finish()
     assert str(stopped.value) == (
         f"another program holds the ledger of {tmp_path}; nothing is lost: give the same command again"
     )
+
+
+def test_a_run_that_is_asked_to_stop_while_it_finishes_stops(
+    committing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parquet files of a million rows take minutes."""
+    handler = signal.getsignal(signal.SIGTERM)
+    committing.holder.execute("COMMIT")
+    committing.manifest = SimpleNamespace(settings=SimpleNamespace(formats=[]))
+    reported: list[str] = []
+    committing.report = lambda progress: reported.append(progress.phase)
+    monkeypatch.setattr(driver, "finish", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Stop) as stopped:
+        committing.finish()
+    assert (stopped.value.exit_code, str(stopped.value)) == (130, "it was asked to stop")
+    assert reported == ["finishing", "stopped"]
+    assert committing.ledger.counts()["sent"] == 1  # what was under way is drawn again
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_run_that_nobody_looks_after_ends(committing: Any) -> None:
+    async def keep() -> None:
+        raise ZeroDivisionError
+
+    asyncio.run(committing._keep_up(keep))
+    assert isinstance(committing.stopping, ZeroDivisionError)

@@ -104,8 +104,8 @@ def test_a_trainer_is_told_which_layers_these_are(native: Path) -> None:
     assert run(native, *TRAINERS).hints == {
         "specforge": "hidden_states_path = this folder; "
         "eagle_aux_hidden_state_layer_ids [3, 31, 59] in the drafter's config",
-        "speculators": "--data-path = this folder, --target-layer-ids 3 31 59, --on-missing raise",
-        "speculators-fp8": "--data-path = this folder, --target-layer-ids 3 31 59, --on-missing raise, "
+        "speculators": "--data-path = this folder, --target-layer-ids 3 31 59, --on-missing warn",
+        "speculators-fp8": "--data-path = this folder, --target-layer-ids 3 31 59, --on-missing warn, "
         "--hidden-states-backend fp8",
         "speculators-legacy": "--data-path = data/ in this folder (outputs of layers 2 30 58, then the last)",
         "modelopt": "offline data path = this folder; eagle_aux_hidden_state_layer_ids [2, 30, 58] in eagle_config",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tmpfs import fill, small_tmpfs
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from capture.job import TryJob, prompt_ids
+from capture.job import TryJob, prompt_ids, report
+from capture.locks import Busy, lock
 from capture.rows.chat import InputError
 from capture.server import Process, Server
 
@@ -48,3 +53,23 @@ def test_a_prompt_that_is_none(tokenizer: Any, template: str | None, why: str) -
     with pytest.raises(InputError) as refused:
         prompt_ids(tokenizer, asked("what is"))
     assert str(refused.value).startswith(why)
+
+
+def test_progress_that_cannot_be_written_just_now_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with small_tmpfs(tmp_path / "small", "64k") as small:
+        monkeypatch.chdir(small)
+        report({"done": 1})
+        fill(small)
+        report({"done": "x" * 70_000})
+        assert json.loads((small / "progress.json").read_text()) == {"done": 1}
+        monkeypatch.chdir(tmp_path)
+
+
+def test_a_lock_of_another_users_is_no_bug_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(Busy, match=r"\.lock is another user's: only who made it can lock it"):
+        lock(tmp_path / ".lock", "")

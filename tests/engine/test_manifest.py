@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import subprocess
 from pathlib import Path
@@ -206,6 +207,12 @@ def test_a_folder_for_a_dataset(tmp_path: Path, there: list[str], fits: bool) ->
         with pytest.raises(ManifestError, match="is not empty and holds no dataset; give a new or empty folder"):
             manifest.take_folder(tmp_path, True, lambda _: None)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(there)
+
+
+def test_a_folder_of_somebody_elses_is_none_for_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
+    with pytest.raises(ManifestError, match="is a folder that we may not write to; choose another one"):
+        manifest.take_folder(tmp_path, True, lambda _: None)
 
 
 def test_a_full_disk_leaves_the_old_manifest(tmp_path: Path) -> None:

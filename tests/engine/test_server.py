@@ -41,6 +41,13 @@ def test_what_a_server_is_started_with(answering: Callable[[bytes], Server]) -> 
     assert server.info() == {"tp_size": 2}
 
 
+def test_no_proxy_is_asked_for_it(answering: Callable[[bytes], Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    test_what_a_server_is_started_with(answering)
+
+
 @pytest.mark.parametrize(
     "data",
     [

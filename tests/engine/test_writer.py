@@ -300,7 +300,7 @@ def test_memory_that_fills_up_under_a_dump(tmp_path: Path) -> None:
         filler = fill(small, leaving=64 * TOKEN_BYTES + 4096)  # the states fit, their files do not
         assert writer.forward(tap.forward(0, (prompt, 0, 64))) == Ack(0, [0], 1)
         assert tap.journal() == [
-            Line(0, prompt.rid, "failed", 0, "the dump could not be written: No space left on device")
+            Line(0, prompt.rid, "failed", 0, "the dump could not be written: No space left on device", busy=True)
         ]
         assert [path.name for path in tap.folder(prompt).iterdir()] == ["failed"]
         filler.unlink()

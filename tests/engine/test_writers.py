@@ -148,6 +148,16 @@ def test_one_that_hangs_is_passed_by_then_killed(three: Writers, tap: Tap, monke
     until(lambda: three.free.qsize() == SHAPE.slots and link.ready)
 
 
+def test_a_writer_has_the_longer_the_more_it_has_to_write(three: Writers, tap: Tap) -> None:
+    link = three.links[0]
+    until(lambda: link.ready)
+    assert link.patience == writer_link.HUNG_SECONDS
+    link.load = 262_144  # a prompt of Kimi's, that one writer has alone
+    per_token = SHAPE.bytes_per_token
+    assert link.patience == writer_link.HUNG_SECONDS + 262_144 * per_token / writer_link.SLOW_BYTES
+    link.load = 0
+
+
 def test_one_that_never_comes_up_is_killed(tap: Tap, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_link, "START_SECONDS", 0.5)
     monkeypatch.setattr(writer_link, "LOOK_MILLISECONDS", 50)

@@ -399,13 +399,13 @@ def test_an_export_in_words() -> None:
         "seconds": 1.5,
         "deviations": {},
         "failures": [{"sample": 3, "format": "native", "reason": "it is missing"}],
-        "hints": {"speculators": "--on-missing raise"},
+        "hints": {"speculators": "--on-missing warn"},
     }
     assert list(of_dataset.exported(made)) == [
         "5 samples written, 1 were here, 1 failed · 4 MB in 1.5 s · speculators, modelopt in /data/out",
         "! 2 samples of /data/hs are not extracted, so they are not here either",
         "  sample 3 native: it is missing",
-        "speculators: --on-missing raise",
+        "speculators: --on-missing warn",
     ]
 
 

@@ -67,9 +67,9 @@ class Speculators(Format):
         return [*written, frequencies]
 
     def hint(self, layers: Layers) -> str | None:
-        """Which layers to name: speculators counts what enters a layer."""
+        """Which layers to name: speculators counts what enters a layer. A sample that failed is missing for it."""
         ids = " ".join(map(str, layers.boundaries))
-        return f"--data-path = this folder, --target-layer-ids {ids}, --on-missing raise"
+        return f"--data-path = this folder, --target-layer-ids {ids}, --on-missing warn"
 
     def _stacked(self, states: dict[str, Any]) -> Any:
         import torch
