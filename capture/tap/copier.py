@@ -1,7 +1,12 @@
 """Copying a forward's rows into the arena, by device.
 
 On a CPU a copy is done when it returns. On CUDA it is made on a stream of its own into pinned memory, beside the next
-forward's kernels, and then the slot is passed on; nothing in the forward waits for it.
+forward's kernels, and then the slot is passed on; nothing in the forward waits for it:
+
+    SGLang's thread    launches N, waits for its tokens │ launches N + 1, waits for its tokens │
+    device                 N                            │     N + 1                            │
+    copying stream                                          states of N
+    our thread         waits until N is computed, then for the copy ──┘ and tells the writers
 """
 
 from __future__ import annotations
