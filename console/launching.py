@@ -61,7 +61,7 @@ def suitable(session: Session, model: str | None) -> dict[str, Any]:
     Raises UsageError where the model is not there: then nobody knows what suits it.
     """
     if model is not None:
-        session.host.request("check_model", model=model)
+        session.check_model(model)
     found = session.situation(model)
     listed = candidates(session.profiles, session.hello["sglang"], found)
     return {"schema": 1, "situation": msgspec.to_builtins(found), "profiles": msgspec.to_builtins(listed)}

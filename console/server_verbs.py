@@ -65,6 +65,10 @@ def launch(
         differs = merged.match.differs(session.situation(merged.model)) if merged.match else None
         if dry_run:
             session.check_layers(merged, choice)
+            try:
+                session.check_model(merged.model)
+            except UsageError as error:  # it may come later
+                headless.say(f"warning: {error}")
             headless.out(shown(merged, choice.words(), differs), common.json, of_server.launch)
             return ExitCode.OK
         for one in differs or []:

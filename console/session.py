@@ -71,6 +71,10 @@ class Session:
         folder = None if model is None or model.startswith(EMBEDDED) else model
         return msgspec.convert(self.host.request("situation", model=folder), Situation, strict=False)
 
+    def check_model(self, model: str) -> None:
+        """Raises UsageError where the host has no such model; its weights are not looked at."""
+        self.host.request("check_model", model=model)
+
     def check_layers(self, merged: sglang.Launch, layers: LayerChoice) -> None:
         """Raises UsageError where the host sees that a launch could not draw these layers; starts nothing."""
         launching = as_launching(merged, layers, self.dump_root)
