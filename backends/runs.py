@@ -51,6 +51,7 @@ ASK_SECONDS = 20.0  # after the polite request, before whatever is left is ended
 TERM_SECONDS = 5.0
 KILL_SECONDS = 10.0
 PORT_SECONDS = 2.0
+REMAINS_SECONDS = 80.0  # that ending what is left of a dead server may take
 GPU_SECONDS = 30.0  # in which the driver takes back what a process held, which it may do only after the process's end
 NOT_RUNNING = "it was not running"
 START_SECONDS = 30.0  # without a run.json for longer, its supervisor died before it could write one
@@ -182,7 +183,8 @@ class Run:
 
         Looks at every process of the host, which takes long, or only at those whose numbers are `among` the given.
         """
-        session, ended = self._session(), self.exit
+        session, led = self._session()
+        ended = self.exit
         found = []
         for process in psutil.process_iter() if among is None else _existing(among):
             try:
@@ -192,22 +194,31 @@ class Run:
                 in_session = os.getsid(process.pid) == session and (
                     ended is None or process.create_time() < ended.at + START_SECONDS  # else the number is another's
                 )
-                if in_session or process.environ().get(RUN_VARIABLE) == self.id:
+                if in_session and (led or ended is not None):
+                    found.append(process)
+                    continue
+                environment = process.environ()
+                unmarked = "PATH" in environment and RUN_VARIABLE not in environment
+                if environment.get(RUN_VARIABLE) == self.id or (in_session and not unmarked):
                     found.append(process)
             except (psutil.Error, ProcessLookupError):
                 continue
         return found
 
-    def _session(self) -> int | None:
-        """The session that the supervisor leads; None where that number is another process's by now."""
+    def _session(self) -> tuple[int | None, bool]:
+        """The session that the supervisor began, and whether it leads it still.
+
+        None where that number is another process's by now. Where the leader is gone, the session is the run's as long
+        as a process of it is there; after that the number may be given to another session, whose leader is gone too.
+        """
         running = self.running
         if running is None or running.boot != boot_id() or running.machine != machine_id():
-            return None
+            return None, False
         try:
-            same = Process.of(running.supervisor.pid) == running.supervisor
+            led = Process.of(running.supervisor.pid) == running.supervisor
         except OSError:
-            same = True  # the leader is gone, and its number is not given away while its session has a process
-        return running.supervisor.pid if same else None
+            return running.supervisor.pid, False
+        return (running.supervisor.pid, True) if led else (None, False)
 
 
 class Runs:
@@ -426,8 +437,10 @@ def stop(
     supervisor = running.supervisor.pid if running else None
     if running is not None and running.boot == boot_id() and state == "running":
         how = "asked"
-        if running.child.alive():  # else its supervisor heeds stop.json, and ends
+        if running.child.alive():
             _signal([running.child.pid], first)
+        else:  # its supervisor heeds stop.json, and ends; it may just be ending what is left of a dead server
+            patience = max(patience, REMAINS_SECONDS)
         _until(lambda: not run.processes(), patience)
     for number, seconds in ((signal.SIGTERM, TERM_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
         remaining = run.processes()
@@ -479,9 +492,13 @@ def machine_id() -> str:
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` (0600) atomically by `value` as JSON."""
     handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    with open(handle, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
-    os.replace(scratch, path)
+    try:
+        with open(handle, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+        os.replace(scratch, path)
+    except OSError:  # a full disk, which is tried again and again
+        os.unlink(scratch)
+        raise
 
 
 def python_path(ours: Iterable[Path], env: Mapping[str, str]) -> str:

@@ -159,6 +159,8 @@ class Supervisor:
         left = stop(dead, "it is dead", dead=True).left
         if left:
             raise LeftBehind(f"of {dead.id} there is still: {'; '.join(left)}")
+        if self.run.stop_asked or dead.stop_asked:  # while its remains were ended
+            raise StopAsked
         self.watch = self._watch(relaunch(self.runs, dead))
         server = self.watch.run
         self._draw_from(server)
@@ -202,11 +204,11 @@ class Supervisor:
     def _judge(self, seen: dict[str, Any]) -> None:
         sample = self.sampler.sample(self.watch.run.id, [self.run.spec.details["output"]])
         new, over = self.alarms.add(sight(self.watch, seen, sample, self.run), time.time())
-        write_alarms(self.run, self.alarms.alarms)
         for alarm in new:
             self._tell("trouble", **{name: getattr(alarm, name) for name in TOLD})
         for alarm in over:
             self._tell("trouble_over", id=alarm.id, seconds=round(time.time() - alarm.since, 1))
+        write_alarms(self.run, self.alarms.alarms)
 
     def _rest(self, seconds: float) -> None:
         """Wait. Raises StopAsked."""

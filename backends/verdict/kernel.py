@@ -14,7 +14,8 @@ KMSG = "/dev/kmsg"
 RECORD = 8192  # bytes; the kernel gives one a read
 KEPT = 10
 EARLY = 5.0  # seconds; the two clocks differ a little
-VICTIM = re.compile(r"Killed process (\d+)")
+# A victim, or who made an error that is its own: a fault of the GPU names whoever was there, and meets all.
+OWNER = re.compile(r"Killed process (\d+)|Xid \([^)]*\): (?:13|31|32|43|45|68|94), pid=([1-9]\d*)")
 FIRST_NAMESPACE = 0xEFFFFFFC  # inode of the kernel's own pid namespace: elsewhere it counts processes otherwise
 
 
@@ -32,7 +33,8 @@ class KernelLog:
     def read(self, pids: Collection[int] = ()) -> list[str]:
         """The lines up to now; empty also where the log may not be read.
 
-        `pids` are the processes that the run was ever seen to have: a victim that is none of them is another's.
+        `pids` are the processes that the run was ever seen to have: what happened to one that is none of them, or
+        what it did, is another's.
         """
         boot = time.time() - time.clock_gettime(time.CLOCK_MONOTONIC)
         while self._file is not None:
@@ -56,8 +58,8 @@ class KernelLog:
         return [line for line in self._lines if not self._of_another(line, pids)]
 
     def _of_another(self, line: str, pids: Collection[int]) -> bool:
-        victim = VICTIM.search(line)
-        return bool(victim and pids and self._same_numbers and int(victim[1]) not in pids)
+        owner = OWNER.search(line)
+        return bool(owner and pids and self._same_numbers and int(owner[1] or owner[2]) not in pids)
 
     def close(self) -> None:
         """Let it go."""

@@ -15,6 +15,8 @@ from backends.verdict.reading import Hit, LogReader
 from backends.verdict.startup import Phase
 
 BLOCK = 4 << 20
+ZONE = 1800.0  # seconds; time zones are so far apart, or a multiple
+NEAR = 20.0  # seconds between a log's last line and what is written to it after that without a stamp
 AT_THE_END = 200  # lines: an error that so many lines followed was survived
 SHOWN = 300  # characters of a quoted line
 FINE = ("healthy", "starting", "slow_but_fine", "stopped")
@@ -53,7 +55,7 @@ def report(path: Path, now: float, limits: Limits | None = None) -> Report:
     reader = read(path)
     if reader.startup.last_stamp is None and not reader.hits and reader.startup.crashed is None:
         raise UsageError(f"{path} holds no line of SGLang's; give the server's log")
-    return judge(reader, now, limits or Limits())
+    return judge(reader, now, limits or Limits(), path.stat().st_mtime)
 
 
 def read(path: Path) -> LogReader:
@@ -72,8 +74,8 @@ def read(path: Path) -> LogReader:
     return reader
 
 
-def judge(reader: LogReader, now: float, limits: Limits) -> Report:
-    """Judge what was read, at the moment `now`."""
+def judge(reader: LogReader, now: float, limits: Limits, written: float) -> Report:
+    """Judge what was read, at the moment `now`, of a file that was `written` last then (both epoch seconds)."""
     startup = reader.startup
     phase = startup.current.id if startup.current else None
     if startup.crashed is not None:
@@ -88,11 +90,22 @@ def judge(reader: LogReader, now: float, limits: Limits) -> Report:
     if up:
         found = [catalogue().by_id[hit.id] for hit in _hits(reader, "degraded")]
         return _report(reader, "degraded" if found else "healthy", found)
-    silent = None if startup.last_stamp is None else now - startup.last_stamp
+    silent = None if startup.last_stamp is None else silence(startup.last_stamp, now, written)
     if silent is not None and silent > limits.silence[phase or "launch"]:
         return _report(reader, "hang_suspected", _at_the_end(reader, "hang", phase)[:1])
     found = _at_the_end(reader, "slow", phase)[:1]
     return _report(reader, "slow_but_fine" if found else "starting", found)
+
+
+def silence(stamp: float, now: float, written: float) -> float:
+    """Seconds for which a log has said nothing; `stamp` is its last line's, read as if it came from this time zone.
+
+    SGLang's stamps name no zone. A file that was written half-hours off its last line is of another one; any other
+    distance is that of a copy, which is younger than what it says.
+    """
+    zones = round((written - stamp) / ZONE)
+    of_another = zones and abs(written - stamp - zones * ZONE) < NEAR
+    return now - (written if of_another or stamp > now else stamp)
 
 
 def _crashed(reader: LogReader, line: str, number: int | None, at: float | None) -> Report:

@@ -213,11 +213,15 @@ class Follower:
         return None if self._bar_moved is None else self._tick - self._bar_moved
 
     def _missing(self, ours: list[ProcessSample]) -> list[str]:
-        """Ranks that were there and have been gone for a while: a stop takes them away just before it says so."""
+        """Ranks that were there and have been gone for a while: a stop takes them away just before it says so.
+
+        A child of a rank has its title until it is another program: the rank is there as long as one of that name is.
+        """
         here = {process.pid: process.title.removeprefix(TITLED) for process in ours}
         for pid in self._ranks.keys() - here.keys():
             self._gone.setdefault(self._ranks[pid], self._tick)
         self._ranks = here
+        self._gone = {name: since for name, since in self._gone.items() if name not in here.values()}
         return [name for name, since in self._gone.items() if self._tick - since >= self.limits.stopped]
 
 

@@ -18,6 +18,7 @@ from backends.verdict.observation import OF_A_KILL
 from backends.verdict.watch import ServerWatch
 
 ALARMS = "alarms.json"  # in an extraction's folder, as long as its supervisor watches it
+OLD_SECONDS = 60.0  # after which what a supervisor said last, every two seconds, is no longer true
 SAID = 3  # sentences of a verdict's evidence
 XID = re.compile(r"NVRM: Xid \([^)]*\): (\d+)")
 
@@ -64,12 +65,13 @@ def write_alarms(run: Run, alarms: list[Alarm]) -> None:
 
 
 def read_alarms(run: Run) -> list[dict[str, Any]] | None:
-    """What the supervisor of an extraction says that is wrong now; None where nobody watches it."""
+    """What the supervisor of an extraction says that is wrong now; None where nobody watches it, or can say it."""
     running = run.running
     if running is None or not run.alive() or not running.supervisor.alive():
         return None
     try:
-        return list(msgspec.json.decode((run.folder / ALARMS).read_bytes())["alarms"])
+        found = msgspec.json.decode((run.folder / ALARMS).read_bytes())
+        return None if time.time() - found["at"] > OLD_SECONDS else list(found["alarms"])
     except (OSError, msgspec.MsgspecError, KeyError, TypeError):
         return None
 

@@ -28,6 +28,13 @@ QUIET = 10.0  # seconds without a batch, of a server that has work
 GENERATED = '"POST /generate HTTP/1.1" 200'
 AFTERLIFE = 0.3  # seconds that a socket may outlive its process
 LOG_STEP = 4 << 20
+LISTENING = {  # /proc/net's addresses that take what comes to 127.0.0.1: itself, any, both as IPv6 has them, and ::
+    "0100007F",
+    "00000000",
+    "0000000000000000FFFF00000100007F",
+    "0000000000000000FFFF000000000000",
+    "0" * 32,
+}
 EARLIER_RUNS = 20  # that are looked at for one that came up
 EARLIER_LOG = 8 << 20  # bytes of its log; a start writes about 100 kB
 
@@ -222,6 +229,7 @@ def _listener(port: int, ours: set[int]) -> bool | None:
 
 
 def _listening_inodes(port: int) -> set[str]:
+    """Sockets that take what comes to `port` of 127.0.0.1."""
     found = set()
     for table in ("tcp", "tcp6"):
         try:
@@ -230,6 +238,7 @@ def _listening_inodes(port: int) -> set[str]:
             continue
         for line in lines:
             fields = line.split()
-            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+            address, _, number = fields[1].rpartition(":")
+            if fields[3] == "0A" and int(number, 16) == port and address in LISTENING:
                 found.add(f"socket:[{fields[9]}]")
     return found

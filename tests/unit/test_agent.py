@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,8 @@ def test_what_the_supervisor_of_an_extraction_sees_counts(
     job = start("extract", details={"output": "/data"})
     alarm = {"id": "throughput-collapsed", "severity": "warning", "since": 1.0}
     runs.write_json(job.folder / "alarms.json", {"schema": 1, "at": 1.0, "alarms": [alarm]})
+    assert agent.overview()["alarms"] == []  # it says nothing any more
+    runs.write_json(job.folder / "alarms.json", {"schema": 1, "at": time.time(), "alarms": [alarm]})
     assert agent.overview()["alarms"] == [alarm]
     mistaken = start("extract", details={"output": "/mistaken"})
     agent.stop(mistaken.id)

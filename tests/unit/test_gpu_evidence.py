@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from backends.gpus import Gpu, Xid
@@ -153,3 +154,23 @@ def test_what_gpus_tell(case: Case) -> None:
     assert (said[-1].verdict, next(iter(said[-1].findings), None)) == (case.verdict, case.first)
     if case.verdict != "hang_suspected":
         assert "hang_suspected" not in {one.verdict for one in said}
+
+
+def test_a_child_of_a_rank_that_has_its_title_for_a_moment_leaves_no_rank_dead() -> None:
+    """Between fork and exec it is called as its parent: a compiler, a writer."""
+    case = Case("ready", 60, gpus((99, 400.0)), "healthy", None)
+    follower = Follower(Limits())
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(BEGUN))
+    follower.hear(f"[{stamp} TP0] {LOGS['ready']}\n", BEGUN)
+    child = process(99, "sglang::scheduler_TP0", 0.0)
+    with_child = seen(case, 2.0)
+    with_child = msgspec.structs.replace(with_child, processes=[*with_child.processes, child])
+    follower.evidence(with_child)
+    for seconds in (4.0, 20.0, 40.0):
+        evidence = follower.evidence(seen(case, seconds))
+        assert evidence.missing == []
+    without = seen(case, 42.0)
+    without = msgspec.structs.replace(without, processes=without.processes[1:])
+    follower.evidence(without)
+    assert follower.evidence(msgspec.structs.replace(without, at=BEGUN + 60, tick=60.0)).missing == ["scheduler_TP0"]
+    assert follower.evidence(seen(case, 62.0)).missing == []  # another of that name is back

@@ -65,5 +65,20 @@ def test_a_victim_of_another_run_does_not_count(tmp_path: Path) -> None:
     os.close(end)
 
 
+def test_an_error_that_somebody_else_made_on_a_gpu_does_not_count(tmp_path: Path) -> None:
+    path, end = feed(tmp_path)
+    log = KernelLog(time.time() - 10, path)
+    log._same_numbers = True
+    of_one = "NVRM: Xid (PCI:0000:3b:00): 94, pid=4242, name=python3, Ch 00000008"
+    of_nobody = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+    os.write(end, record(of_one).encode())
+    assert log.read({4242}) == [of_one]
+    os.write(end, record(of_nobody).encode())
+    assert log.read({4242}) == [of_one, of_nobody]
+    assert log.read({1}) == [of_nobody]
+    log.close()
+    os.close(end)
+
+
 def test_a_kernel_log_that_may_not_be_read(tmp_path: Path) -> None:
     assert KernelLog(0, str(tmp_path / "none")).read() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from test_startup import CPU_0_5_23, GPU_0_5_11, LAUNCHER_ECHO, OOM, RECEIVED_SI
 from backends.errors import UsageError
 from backends.verdict.catalogue import catalogue
 from backends.verdict.diagnose import Limits
-from backends.verdict.log_report import judge, report
+from backends.verdict.log_report import judge, report, silence
 from backends.verdict.reading import LogReader
 
 BEGUN = "[2026-06-01 09:00:00] server_args=ServerArgs(model_path='/m', api_key='sk-secret')\n"
@@ -25,7 +26,8 @@ def judged(*parts: str, later: float = 1.0):
     reader = LogReader()
     for part in parts:
         reader.feed(part)
-    return judge(reader, (reader.startup.last_stamp or 0.0) + later, Limits())
+    stamp = reader.startup.last_stamp or 0.0
+    return judge(reader, stamp + later, Limits(), stamp)
 
 
 def ids(made) -> list[str]:
@@ -205,3 +207,42 @@ def test_what_is_no_log(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no line of SGLang's"):
         report(tmp_path / "poem", 0)
     assert command(str(tmp_path / "poem")).returncode == 2
+
+
+HOUR = 3600.0
+
+
+@pytest.mark.parametrize(
+    ("stamp", "now", "written", "seconds"),
+    [
+        (0.0, 700.0, 0.0, 700.0),  # a start that hangs, on its own host
+        (0.0, 700.0, 3.0, 700.0),
+        (0.0, 9 * HOUR + 5, 9 * HOUR + 1, 4.0),  # one that goes on nine hours to the west
+        (0.0, 5.5 * HOUR + 700, 5.5 * HOUR, 700.0),  # one that hangs in India
+        (0.0, 700 - 8 * HOUR, -8 * HOUR, 700.0),  # and to the east
+        (0.0, -8 * HOUR, 1000.0 - 9 * HOUR, HOUR - 1000.0),  # a stamp that is to come is no time of here
+        (0.0, 4000.0, 3900.0, 4000.0),  # a copy that was made later
+    ],
+)
+def test_for_how_long_a_log_is_silent_wherever_it_was_written(
+    stamp: float, now: float, written: float, seconds: float
+) -> None:
+    assert silence(stamp, now, written) == seconds
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Asia/Tokyo", "America/Los_Angeles", "Asia/Kolkata"])
+def test_a_log_is_judged_alike_in_every_time_zone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zone: str) -> None:
+    log, now = tmp_path / "server.log", time.time()
+    verdicts = []
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        for silent in (5.0, 5000.0):
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(now - silent))  # the host has UTC
+            log.write_text(BEGUN.replace("2026-06-01 09:00:00", stamp))
+            os.utime(log, (now - silent, now - silent))
+            verdicts.append(report(log, now).verdict)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert verdicts == ["starting", "hang_suspected"]

@@ -73,7 +73,8 @@ TABLE = {
 
 def judged(name: str, later: float) -> Report:
     reader = read(LOGS / f"{name}.log")
-    return judge(reader, (reader.startup.last_stamp or 0.0) + later, Limits())
+    stamp = reader.startup.last_stamp or 0.0
+    return judge(reader, stamp + later, Limits(), stamp)
 
 
 TIME_LINES = {

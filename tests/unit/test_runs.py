@@ -17,6 +17,7 @@ import psutil
 import pytest
 from fake_nvml import UNINITIALIZED, Card, FakeNvml, process
 from helpers import ROOT, SLEEP, gone, until
+from tmpfs import fill, small_tmpfs
 
 from backends import runs
 from backends.errors import Locked, RunDied, UsageError
@@ -540,6 +541,34 @@ def test_a_session_that_got_the_number_of_a_dead_run_is_not_touched(start: Start
         assert daemon.is_running()
     finally:
         daemon.kill()
+
+
+def test_a_session_that_got_the_number_of_a_run_of_which_no_end_is_known_is_not_touched(start: Start) -> None:
+    """Its supervisor was killed; whose processes these are, their environment says."""
+    run = start("verify", python("pass"))
+    ended(run)
+    code = CHILD_OF_ITS_OWN.replace("None", '{"PATH": "/bin"}')
+    stranger = subprocess.Popen(python(code, ""), stdout=subprocess.PIPE, start_new_session=True)
+    with stranger.stdout:
+        daemon = psutil.Process(int(stranger.stdout.readline()))
+    stranger.wait()
+    try:
+        forge(run, supervisor=Process(stranger.pid, 1))
+        (run.folder / "exit.json").unlink()
+        assert run.processes() == []
+    finally:
+        daemon.kill()
+
+
+def test_a_file_that_cannot_be_written_leaves_none_beside_it(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "small", "64k") as small:
+        runs.write_json(small / "a.json", 1)
+        fill(small)
+        before = sorted(small.iterdir())
+        for _ in range(3):
+            with pytest.raises(OSError, match="No space left"):
+                runs.write_json(small / "a.json", "x" * 70_000)
+        assert sorted(small.iterdir()) == before
 
 
 def test_how_a_dead_run_ended_is_not_hidden_by_a_stop(start: Start) -> None:

@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from helpers import until
 
-from backends import runs
+from backends import runs, supervise
 from backends.jobs import describe, read_job
 from backends.runs import Run, Runs
 from backends.supervise import gave_up
@@ -245,3 +246,18 @@ def test_a_stop_is_heeded_while_the_server_comes_up(extract: Extract, server: Se
 )
 def test_why_it_gave_up(reasons: list[str], said: str) -> None:
     assert gave_up(reasons) == said
+
+
+def test_a_server_that_is_stopped_while_its_remains_are_ended_is_not_launched_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def relaunch(*_: Any) -> None:
+        raise AssertionError("launched")
+
+    monkeypatch.setattr(supervise, "stop", lambda *_args, **_known: SimpleNamespace(left=[]))
+    monkeypatch.setattr(supervise, "relaunch", relaunch)
+    for of_run, of_server in ((True, False), (False, True)):
+        supervision: Any = SimpleNamespace(run=SimpleNamespace(stop_asked=of_run))
+        dead: Any = SimpleNamespace(id="server-1", stop_asked=of_server)
+        with pytest.raises(supervise.StopAsked):
+            supervise.Supervisor._launch(supervision, dead)

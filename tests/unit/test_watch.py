@@ -509,9 +509,23 @@ def test_who_listens(monkeypatch: pytest.MonkeyPatch) -> None:
         assert watch._listener(port, {os.getpid()}) is True
         assert watch._listener(port, {1 << 22, os.getppid()}) is False
     with socket.socket(socket.AF_INET6) as server:
-        server.bind(("::1", 0))
+        server.bind(("::", 0))
         server.listen()
         assert watch._listener(server.getsockname()[1], {os.getpid()}) is True
+
+
+@pytest.mark.parametrize("address", ["127.0.0.2", "::1"])
+def test_who_listens_on_another_address_is_not_in_the_way(address: str) -> None:
+    """SGLang can have 127.0.0.1 beside it."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as other:
+        other.bind((address, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert watch._listener(port, {os.getppid()}) is None
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", port))
+            server.listen()
+            assert watch._listener(port, {os.getpid()}) is True
 
 
 def test_a_file_that_closes_meanwhile_does_not_hide_the_listener(monkeypatch: pytest.MonkeyPatch) -> None:
