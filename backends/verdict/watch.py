@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -28,6 +28,8 @@ QUIET = 10.0  # seconds without a batch, of a server that has work
 GENERATED = '"POST /generate HTTP/1.1" 200'
 AFTERLIFE = 0.3  # seconds that a socket may outlive its process
 LOG_STEP = 4 << 20
+LOG_HEAD = 8 << 20  # bytes in which a start stands
+LOG_TAIL = 8 << 20  # bytes in which is what is the matter now
 LISTENING = {  # /proc/net's addresses that take what comes to 127.0.0.1: itself, any, both as IPv6 has them, and ::
     "0100007F",
     "00000000",
@@ -143,16 +145,29 @@ class ServerWatch:
                 written = os.fstat(file.fileno()).st_mtime
                 first = self.offset == 0  # what stands there may be old
                 file.seek(self.offset)
-                while block := file.read(LOG_STEP):
+                while block := file.read(LOG_STEP if self.offset else LOG_HEAD):
                     self.offset += len(block)
                     data = self.rest + block
                     end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1  # loading bars end in \r
                     self.rest = data[end:]
                     if end:
                         self.hear(data[:end].decode(errors="replace"), written if first else time.time())
+                    if first and self.follower.startup.ready:
+                        self._pass_over(file, os.fstat(file.fileno()).st_size - LOG_TAIL)
                 return max(0.0, time.time() - written)
         except OSError:
             return None
+
+    def _pass_over(self, file: BinaryIO, until: int) -> None:
+        """Count the lines up to about byte `until`: what a server that has come up said long ago is not read again."""
+        if until <= self.offset:
+            return
+        lines = 0
+        while (left := until - file.tell()) > 0 and (block := file.read(min(LOG_STEP, left))):
+            lines += block.count(b"\n")
+        lines += file.readline().count(b"\n")
+        self.offset, self.rest = file.tell(), b""
+        self.follower.startup.lines += lines
 
     def _tap(self) -> tuple[TapState | None, str | None]:
         folder = self.run.spec.dump_dir

@@ -546,6 +546,30 @@ def test_a_file_that_closes_meanwhile_does_not_hide_the_listener(monkeypatch: py
     assert len(calls) > 1
 
 
+def test_of_a_long_log_the_beginning_and_the_end_are_read(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = server()
+    look_until(ServerWatch(run), "healthy")
+    size = run.log.stat().st_size
+    batch = "[2026-06-01 09:20:00] Prefill batch, #new-seq: 1, #new-token: 9, #running-req: {}, #queue-req: 0\n"
+    write(run, batch.format(1) * 2000 + batch.format(7))
+    whole = ServerWatch(run)
+    lines = whole.look()["log_lines"]
+    heard: list[str] = []
+    monkeypatch.setattr(watch, "LOG_HEAD", size)
+    monkeypatch.setattr(watch, "LOG_TAIL", 4000)
+    monkeypatch.setattr(watch, "LOG_STEP", 1000)
+    long = ServerWatch(run)
+    hear = long.hear
+    monkeypatch.setattr(long, "hear", lambda text, at: (heard.append(text), hear(text, at)))
+    now = long.look()
+    assert (now["log_lines"], now["log_bytes"], now["phase"]) == (lines, run.log.stat().st_size, "ready")
+    assert size <= len("".join(heard)) < size + 4001
+    assert long.follower.reader.batch.running == 7
+    write(run, batch.format(8))
+    assert long.look()["log_lines"] == lines + 1
+    assert long.follower.reader.batch.running == 8
+
+
 # --- Health ---
 
 
