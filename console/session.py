@@ -23,6 +23,7 @@ SCHEMA = 1
 NO_DEFAULTS = ExtractConfig()
 POLL_SECONDS = 0.5
 LOG_SHOWN = 4000  # bytes of a failed job's log
+STOP_SECONDS = 300.0  # what draws from a server is stopped first, one after another, each with patience
 
 
 def going_on(run: dict[str, Any] | None) -> bool:
@@ -167,7 +168,7 @@ class Session:
 
     def stop(self, run_id: str, why: str) -> dict[str, Any]:
         """Stop a run and what draws from it; the answer names what is left."""
-        return self._dict(self.host.request("stop", seconds=120, run_id=run_id, why=why))
+        return self._dict(self.host.request("stop", seconds=STOP_SECONDS, run_id=run_id, why=why))
 
     def log(self, path: str, cursor: LogCursor, most: int = 1 << 20) -> Step:
         """What stands in a log behind `cursor`, which moves on; the same bytes never twice, and none left out."""
