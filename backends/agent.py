@@ -293,7 +293,7 @@ class Agent:
         """
         chosen = self._of_bundle(run_id, port)
         server = next((run for run in chosen if run.spec.kind == "server"), None)
-        shown = server or next(iter(self._servers(port)), None)  # of several that are live too
+        shown = server or self._last_server(port)  # of several that are live too
         asked: dict[str, Any] = {"overview": self.overview(shown.id if shown else None, port)}
         if server:
             asked["diagnosis"] = self.status(server.id)
@@ -305,8 +305,7 @@ class Agent:
 
     def _of_bundle(self, run_id: str | None, port: int | None) -> list[runs.Run]:
         if run_id is None:
-            extraction = self._extraction()
-            return [*self._servers(port)[:1], *([extraction] if extraction else [])]
+            return [run for run in (self._last_server(port), self._extraction()) if run]
         run = self.runs.get(run_id)
         servers = [server for server in self.runs.all("server") if server.id != run.id and draws_from(run, server)]
         return [*servers, run]
@@ -340,18 +339,19 @@ class Agent:
         try:
             return self.runs.server(port)
         except RunDied:
-            return next(iter(self._servers(port)), None)
+            return self._last_server(port)
 
-    def _servers(self, port: int | None) -> list[runs.Run]:
-        """The servers that ever ran, on that port if given, the newest first."""
-        return [run for run in self.runs.all("server") if port in (None, run.spec.port)]
+    def _last_server(self, port: int | None) -> runs.Run | None:
+        """The server that was launched last, on that port if given."""
+        return next((run for run in self.runs.all("server") if port in (None, run.spec.port)), None)
 
     def _extraction(self, output: str | None = None) -> runs.Run | None:
-        found = [run for run in self.runs.all("extract") if output in (None, run.spec.details.get("output"))]
-        return next((run for run in found if run.alive()), next(iter(found), None))
+        """The newest extraction that lives, else the one that was started last, into `output` if given."""
+        live_first = [*self.runs.live("extract"), *self.runs.all("extract")]
+        return next((run for run in live_first if output in (None, run.spec.details.get("output"))), None)
 
     def _drawing_from(self, server: runs.Run) -> list[runs.Run]:
-        return [run for run in self.runs.all() if draws_from(run, server) and run.alive()]
+        return [run for run in self.runs.live() if draws_from(run, server)]
 
     def _summary(self, run: runs.Run) -> dict[str, Any]:
         spec = run.spec

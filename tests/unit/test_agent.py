@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -140,6 +141,31 @@ def test_a_whole_look_in_one_answer(agent: Agent, server: Callable[..., Run], st
     for one in (run, other):
         agent.stop(one.id)
     assert agent.overview()["server"]["id"] == other.id  # the one that ran last
+
+
+def test_a_look_does_not_read_again_what_is_over(
+    agent: Agent, server: Callable[..., Run], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    really = runs._read
+    monkeypatch.setattr(runs, "_read", lambda path, kind: read.append(path) or really(path, kind))
+    for number in range(40):
+        name = f"{('server', 'extract', 'verify')[number % 3]}-{number}"
+        (agent.runs.folder / name).mkdir()
+        kind, _, _ = name.partition("-")
+        spec = runs.Spec(id=name, kind=kind, argv=[], created=float(number), port=1, details={"output": "/data"})
+        runs.write_json(agent.runs.folder / name / "spec.json", spec)
+        runs.write_json(agent.runs.folder / name / "exit.json", runs.Exit(code=0, signal=None, at=float(number)))
+    live = {server().id, start("extract", details={"output": "/data"}).id}
+    read.clear()
+    assert {agent.overview()["server"]["id"], agent.overview()["extraction"]["id"]} == live
+    assert not {path for path in read if path.parent.name not in live and read.count(path) > 1}
+    read.clear()
+    agent.sampler._live._looked = -math.inf  # else it is asked once a second only
+    agent.overview()
+    agent.overview(port=2)
+    agent.extraction("/data")
+    assert {path.parent.name for path in read} == live
 
 
 def test_how_long_the_start_before_took(agent: Agent, server: Callable[..., Run]) -> None:
