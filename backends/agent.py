@@ -134,9 +134,9 @@ class Agent:
             raise UsageError(f"no job is called {kind!r}; there are {', '.join(JOBS)}")
         return self.run(start_job(self.runs, self.payload, kind, job, port).id)
 
-    def all(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """All runs, the newest first."""
-        return [self._summary(run) for run in self.runs.all(kind)]
+    def all(self, kind: str | None = None, most: int | None = None) -> list[dict[str, Any]]:
+        """All runs, the newest first, or only the newest `most` of them."""
+        return [self._summary(run) for run in self.runs.all(kind)[:most]]
 
     def run(self, run_id: str) -> dict[str, Any]:
         """One run, with its progress, its result, how it ended, and its last events."""

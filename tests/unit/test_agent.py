@@ -83,6 +83,8 @@ def test_runs_are_listed(agent: Agent, start: Start) -> None:
     first, second = start("verify"), start("extract")
     assert [run["id"] for run in agent.all()] == [second.id, first.id]
     assert [run["id"] for run in agent.all("verify")] == [first.id]
+    assert [run["id"] for run in agent.all(most=1)] == [second.id]
+    assert len(agent.all(most=2)) == len(agent.all(most=3)) == 2
 
 
 def test_the_newest_extraction(agent: Agent, start: Start) -> None:
