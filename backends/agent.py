@@ -157,6 +157,14 @@ class Agent:
         found = self._newest_server(port)
         return self.run(found.id) if found else None
 
+    def successor(self, run_id: str) -> str | None:
+        """The server that was launched in place of one that died, and so on to the last; None where none was."""
+        instead = {run.spec.details.get("relaunch_of"): run.id for run in reversed(self.runs.all("server"))}
+        found = None
+        while run_id in instead:
+            run_id = found = instead[run_id]
+        return found
+
     def status(self, run_id: str) -> dict[str, Any]:
         """A server run's phases, verdict, tap and dumps."""
         run = self.runs.get(run_id)

@@ -170,6 +170,15 @@ def test_a_look_does_not_read_again_what_is_over(
     assert {path.parent.name for path in read} == live
 
 
+def test_what_was_launched_in_place_of_a_server(agent: Agent, start: Start) -> None:
+    dead = start("server")
+    assert agent.successor(dead.id) is None
+    second = start("server", details={"relaunch_of": dead.id})
+    last = start("server", details={"relaunch_of": second.id})
+    start("server")
+    assert [agent.successor(run.id) for run in (dead, second, last)] == [last.id, last.id, None]
+
+
 def test_how_long_the_start_before_took(agent: Agent, server: Callable[..., Run]) -> None:
     first = server()
     until(lambda: agent.status(first.id)["verdict"]["verdict"] == "healthy")
