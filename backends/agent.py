@@ -134,9 +134,9 @@ class Agent:
             raise UsageError(f"no job is called {kind!r}; there are {', '.join(JOBS)}")
         return self.run(start_job(self.runs, self.payload, kind, job, port).id)
 
-    def all(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """All runs, the newest first."""
-        return [self._summary(run) for run in self.runs.all(kind)]
+    def all(self, kind: str | None = None, most: int | None = None) -> list[dict[str, Any]]:
+        """All runs, the newest first, or only the newest `most` of them."""
+        return [self._summary(run) for run in self.runs.all(kind)[:most]]
 
     def run(self, run_id: str) -> dict[str, Any]:
         """One run, with its progress, its result, how it ended, and its last events."""
@@ -156,6 +156,14 @@ class Agent:
         """The live server, of that port if given; else the one that ran last, None where none ever did."""
         found = self._newest_server(port)
         return self.run(found.id) if found else None
+
+    def successor(self, run_id: str) -> str | None:
+        """The server that was launched in place of one that died, and so on to the last; None where none was."""
+        instead = {run.spec.details.get("relaunch_of"): run.id for run in reversed(self.runs.all("server"))}
+        found = None
+        while run_id in instead:
+            run_id = found = instead[run_id]
+        return found
 
     def status(self, run_id: str) -> dict[str, Any]:
         """A server run's phases, verdict, tap and dumps."""
@@ -293,7 +301,7 @@ class Agent:
         """
         chosen = self._of_bundle(run_id, port)
         server = next((run for run in chosen if run.spec.kind == "server"), None)
-        shown = server or next(iter(self._servers(port)), None)  # of several that are live too
+        shown = server or self._last_server(port)  # of several that are live too
         asked: dict[str, Any] = {"overview": self.overview(shown.id if shown else None, port)}
         if server:
             asked["diagnosis"] = self.status(server.id)
@@ -305,8 +313,7 @@ class Agent:
 
     def _of_bundle(self, run_id: str | None, port: int | None) -> list[runs.Run]:
         if run_id is None:
-            extraction = self._extraction()
-            return [*self._servers(port)[:1], *([extraction] if extraction else [])]
+            return [run for run in (self._last_server(port), self._extraction()) if run]
         run = self.runs.get(run_id)
         servers = [server for server in self.runs.all("server") if server.id != run.id and draws_from(run, server)]
         return [*servers, run]
@@ -340,18 +347,19 @@ class Agent:
         try:
             return self.runs.server(port)
         except RunDied:
-            return next(iter(self._servers(port)), None)
+            return self._last_server(port)
 
-    def _servers(self, port: int | None) -> list[runs.Run]:
-        """The servers that ever ran, on that port if given, the newest first."""
-        return [run for run in self.runs.all("server") if port in (None, run.spec.port)]
+    def _last_server(self, port: int | None) -> runs.Run | None:
+        """The server that was launched last, on that port if given."""
+        return next((run for run in self.runs.all("server") if port in (None, run.spec.port)), None)
 
     def _extraction(self, output: str | None = None) -> runs.Run | None:
-        found = [run for run in self.runs.all("extract") if output in (None, run.spec.details.get("output"))]
-        return next((run for run in found if run.alive()), next(iter(found), None))
+        """The newest extraction that lives, else the one that was started last, into `output` if given."""
+        live_first = [*self.runs.live("extract"), *self.runs.all("extract")]
+        return next((run for run in live_first if output in (None, run.spec.details.get("output"))), None)
 
     def _drawing_from(self, server: runs.Run) -> list[runs.Run]:
-        return [run for run in self.runs.all() if draws_from(run, server) and run.alive()]
+        return [run for run in self.runs.live() if draws_from(run, server)]
 
     def _summary(self, run: runs.Run) -> dict[str, Any]:
         spec = run.spec

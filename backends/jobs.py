@@ -184,15 +184,15 @@ def _told(value: Any, beside: Any) -> str:
 
 def refuse_second(runs: Runs, output: str) -> None:
     """Raise Locked where an extraction into `output` runs."""
-    for run in runs.all("extract"):
-        if run.spec.details.get("output") == output and run.alive():
+    for run in runs.live("extract"):
+        if run.spec.details.get("output") == output:
             raise Locked(f"an extraction into {output} runs already: {run.id}; `layertap stop {run.id}` stops it")
 
 
 def refuse_beside(runs: Runs) -> None:
     """Raise Locked where a server of ours holds the GPUs that are to be measured, or where they are being measured."""
-    for run in runs.all():
-        if (run.spec.kind == "doctor" or on_gpus(run)) and run.alive():
+    for run in runs.live():
+        if run.spec.kind == "doctor" or on_gpus(run):
             raise Locked(f"{run.id} uses the GPUs; `layertap stop {run.id}`, and measure then")
 
 

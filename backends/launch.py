@@ -81,8 +81,8 @@ def launch(all_runs: Runs, payload: Path, asked: Launching, version: str | None)
     if version is None:
         raise NotReady(f"{sys.executable} has no sglang; choose SGLang's own Python with --python")
     all_runs.refuse_second(asked.port)
-    for run in all_runs.all("tune"):
-        if not asked.embedded and run.id != asked.details.get("tune") and run.alive():
+    for run in all_runs.live("tune"):
+        if not asked.embedded and run.id != asked.details.get("tune"):
             raise Locked(f"{run.id} measures servers on this host's GPUs; wait for it, or `layertap stop {run.id}`")
     if not port_free(asked.port):
         raise Locked(f"port {asked.port} is taken by a process that is not ours; stop it or choose another --port")

@@ -14,13 +14,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from backends.sglang import MASK, is_secret
+from backends.sglang import MASK, URL_LOGIN, is_secret, secret_parts
 
 SHORTEST = 6  # characters of a value that is looked for everywhere: shorter ones stand in too many words
 DEPTH = 5  # of names within values that are looked at; what lies deeper is masked whatever it is
 HARMLESS = frozenset({"false", "true", "none", "null", "no", "yes", "on", "off", "auto", "default", "***"})
 NUMBER = re.compile(r"-?\d{1,9}(?:\.\d+)?")
-URL_PASSWORD = re.compile(r"//[^\s/@:]*:(?P<password>[^\s/@]+)@")
 VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|AUTH", re.IGNORECASE)
 
 
@@ -50,7 +49,7 @@ NAME = r"(?<![\w.-])(?P<name>[A-Za-z_][\w.-]{0,100})"
 QUOTE = r"\\?[\"']"
 PATTERNS = (
     _pattern("private key", r"-----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----(?P<secret>.+?)(?:-----END[ ][A-Z ]*KEY-----|\Z)"),
-    _pattern("password in a URL", r"//(?P<secret>[^\s/@:\"'<>]{0,200}:[^\s/@\"'<>]{1,500})@"),
+    Pattern("password in a URL", URL_LOGIN),
     _pattern(
         "Authorization header",
         rf"(?i:\b(?:proxy-)?authorization)(?:{QUOTE})?\s*[:=,]\s*(?:{QUOTE})?(?P<secret>[^\"'\\\r\n]+)",
@@ -73,7 +72,12 @@ PATTERNS = (
 def names_a_secret(name: str) -> bool:
     """Whether what is called so is a secret: an argument by its last word, a variable in capitals by any of them."""
     bare = name.lstrip("-")
-    return is_secret(bare) or (bare.isupper() and VARIABLE.search(bare) is not None)
+    return variable_is_secret(bare) if bare.isupper() else is_secret(bare)
+
+
+def variable_is_secret(name: str) -> bool:
+    """Whether a variable of the environment may hold a secret."""
+    return is_secret(name) or VARIABLE.search(name) is not None
 
 
 def worth_hiding(value: str) -> bool:
@@ -126,21 +130,16 @@ class Masker:
 
 def secrets_of_argv(argv: Sequence[str]) -> dict[str, str]:
     """Secret values of a command line, with their kinds."""
-    found = {}
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
-        flag, equals, value = word.partition("=")
-        if word.startswith("--") and is_secret(flag):
-            found[value if equals else following] = f"argument {flag}"
-    return found
+    return {secret: f"argument {flag}" for flag, _, secret in secret_parts(argv) if secret}
 
 
 def secrets_of_env(env: Mapping[str, str]) -> dict[str, str]:
     """Secret values of an environment, with their kinds: of variables with such a name, and passwords in any URL."""
     found = {}
     for name, value in env.items():
-        if VARIABLE.search(name) and not _is_path(value):
+        if variable_is_secret(name) and not _is_path(value):
             found[value] = f"variable {name}"
-        found |= {one["password"]: f"password in variable {name}" for one in URL_PASSWORD.finditer(value)}
+        found |= {one["password"]: f"password in variable {name}" for one in URL_LOGIN.finditer(value)}
     return found
 
 
@@ -149,7 +148,7 @@ def environment(env: Mapping[str, str], shown: Iterable[str], masker: Masker, fi
     prefixes = tuple(shown)
     made: dict[str, str | None] = {}
     for name in sorted(env):
-        if VARIABLE.search(name) and worth_hiding(env[name]):
+        if variable_is_secret(name) and worth_hiding(env[name]):
             masker.note(file, f"variable {name}")
             made[name] = MASK
         else:

@@ -118,16 +118,17 @@ class Stopped(msgspec.Struct, kw_only=True):
 
 
 class Run:
-    """One run directory."""
+    """One run directory; `spec` is its spec.json where that was read already."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, spec: Spec | None = None) -> None:
         self.folder = folder
         self.id = folder.name
+        self._spec = spec
 
     @property
     def spec(self) -> Spec:
         """What was asked. Raises UsageError where the folder is no run of ours."""
-        spec = _read(self.folder / "spec.json", Spec)
+        spec = self._spec or _read(self.folder / "spec.json", Spec)
         if spec is None:
             raise UsageError(f"{self.folder} is no run: it has no readable spec.json")
         return spec
@@ -231,12 +232,31 @@ class Runs:
         for folder in (self.state, self.folder, self.locks):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._specs: dict[str, Spec] = {}  # by folder; written once, before anything of the run happens
+        self._over: set[str] = set()  # folders of runs that will never live again
 
     def all(self, kind: str | None = None) -> list[Run]:
         """Runs, the newest first; a folder without a readable spec.json is none."""
         specs = ((name, self._spec(name)) for name in os.listdir(self.folder))
-        chosen = [(spec.created, name) for name, spec in specs if spec and kind in (None, spec.kind)]
-        return [Run(self.folder / name) for _, name in sorted(chosen, reverse=True)]
+        chosen = [(spec.created, name, spec) for name, spec in specs if spec and kind in (None, spec.kind)]
+        newest_first = sorted(chosen, key=lambda one: one[:2], reverse=True)
+        return [Run(self.folder / name, spec) for _, name, spec in newest_first]
+
+    def live(self, kind: str | None = None) -> list[Run]:
+        """The runs that live, the newest first."""
+        return [run for run, _ in self.live_states(kind)]
+
+    def live_states(self, kind: str | None = None) -> list[tuple[Run, State]]:
+        """The runs that live with their states, the newest first; one that is over is read once and never again."""
+        found: list[tuple[Run, State]] = []
+        for run in self.all(kind):
+            if run.id in self._over:
+                continue
+            state = run.state()
+            if state in ("starting", "running"):
+                found.append((run, state))
+            elif state != "died" or run.running:  # one that died without a run.json may still be starting, slowly
+                self._over.add(run.id)
+        return found
 
     def _spec(self, name: str) -> Spec | None:
         spec = self._specs.get(name) or _read(self.folder / name / "spec.json", Spec)
@@ -260,7 +280,7 @@ class Runs:
 
     def server(self, port: int | None = None) -> Run:
         """The live server, on `port` if given. Raises RunDied where there is none, UsageError where several."""
-        live = [run for run in self.all("server") if run.alive() and port in (None, run.spec.port)]
+        live = [run for run in self.live("server") if port in (None, run.spec.port)]
         if len(live) == 1:
             return live[0]
         if live:
@@ -341,8 +361,8 @@ class Runs:
 
     def refuse_second(self, port: int | None) -> None:
         """Raise Locked where a server of ours runs on that port."""
-        for run in self.all("server"):
-            if run.spec.port == port and run.alive():
+        for run in self.live("server"):
+            if run.spec.port == port:
                 raise Locked(
                     f"a server of ours runs on port {port} already: {run.id}; `layertap stop {run.id}` stops it, "
                     "or choose another --port"

@@ -18,7 +18,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from backends.errors import UsageError
 from backends.gpus import Gpu, Gpus, GpuSample
 from backends.processes import ProcessSample, Rate, RunProcesses
 from backends.runs import Run, Runs
@@ -241,13 +240,11 @@ class HostWatch:
 
 
 class LiveRuns:
-    """The runs that live, without reading those again that are over."""
+    """The runs that live, looked for now and then."""
 
     def __init__(self, runs: Runs, clock: Callable[[], float] = time.monotonic) -> None:
         self._runs = runs
         self._clock = clock
-        self._over: set[str] = set()
-        self._kinds: dict[str, str] = {}
         self._looked = -math.inf
         self._live: list[RunState] = []
 
@@ -256,21 +253,9 @@ class LiveRuns:
         now = self._clock()
         if now - self._looked >= RUNS_EVERY:
             self._looked = now
-            names = sorted(set(os.listdir(self._runs.folder)) - self._over)
-            self._live = [found for name in names if (found := self._state(Run(self._runs.folder / name)))]
+            found = [RunState(run.id, run.spec.kind, state) for run, state in self._runs.live_states()]
+            self._live = sorted(found, key=lambda one: one.id)
         return self._live
-
-    def _state(self, run: Run) -> RunState | None:
-        """The run if it lives; one that will never live again is remembered as over."""
-        try:
-            kind, state = run.spec.kind, run.state()
-        except UsageError:
-            return None  # its folder is being made, or removed
-        if state in ("running", "starting"):
-            return RunState(run.id, kind, state)
-        if state != "died" or run.running:  # one that died without a run.json may still be starting, slowly
-            self._over.add(run.id)
-        return None
 
 
 class RunWatch:

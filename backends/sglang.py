@@ -12,7 +12,7 @@ import json
 import operator
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -475,11 +475,20 @@ def _text(value: Value) -> str:
 
 # --- Secrets ---
 
-# The last word of a secret's name, as in api-key, HF_TOKEN or ssl-keyfile-password. Names such as max-total-tokens,
-# skip-tokenizer-init, ssl-keyfile and speculative-token-map end in others.
-SECRET_WORDS = frozenset({"key", "apikey", "token", "secret", "password", "passwd", "passphrase", "credentials"})
+# The last word of a secret's name, as in api-key, HF_TOKEN or ssl-keyfile-password. Names such as skip-tokenizer-init,
+# ssl-keyfile and speculative-token-map end in others.
+SECRET_WORDS = frozenset(
+    {"key", "apikey", "apikeys", "token", "pat", "password", "passwords", "passwd", "passphrase", "credentials"}
+)
+# Beside one of these, tokens and keys are what is counted or missed: max-total-tokens, missing_keys.
+COUNTED = frozenset({
+    "max", "min", "num", "total", "per", "prefill", "decode", "draft", "graph", "chunk", "prompt", "completion",
+    "input", "output", "cached", "new", "stop", "special", "missing", "unexpected",
+})  # fmt: skip
+URL_LOGIN = re.compile(r"//(?P<secret>[^\s/@:\"'<>]{0,200}:(?P<password>[^\s/\"'<>]{0,500}))@")
+"""The login in a URL, `me:x` of https://me:x@host. All of it is masked: some sites take a token for the name."""
 
-_SECRET_NAME = r"(?:api[_-]?key|hf[_-]token|hub[_-]token|access[_-](?:key|token)|secret|password)"
+_SECRET_NAME = r"(?:api[_-]?key|hf[_-]token|hub[_-]token|access[_-](?:key|token)|secret|password)s?"
 _SECRET_TEXT = re.compile(
     rf"""
     (?P<quoted> {_SECRET_NAME}["']?\s*[=:]\s*(?P<quote>["'])) (?:\\.|(?!(?P=quote)).)+   # api_key='x', "api_key": "x"
@@ -487,7 +496,6 @@ _SECRET_TEXT = re.compile(
     | (?P<plain> {_SECRET_NAME}=) (?!none\b|null\b) [^\s"',;)]+                          # HF_TOKEN=x
     | (?P<bearer> bearer\s+) [\w.~+/=-]+
     | (?P<basic> authorization["']?\s*[:=]\s*["']?(?:basic|token)\s+) [\w.~+/=-]+
-    | (?P<url> ://[^\s/@:]{{0,100}}:) [^\s/@]{{1,200}} (?=@)                                  # https://me:x@host
     | (?P<hub> \bhf_) [a-z0-9]{{20,}}
     """,
     re.IGNORECASE | re.VERBOSE,
@@ -501,28 +509,47 @@ _SECRET_HINTS = (
 
 def is_secret(name: str) -> bool:
     """Whether an argument or variable of this name holds a secret."""
-    words = re.split(r"[-_.]", name.strip("-").lower())
-    return words[-1] in SECRET_WORDS or "secret" in words
+    *before, last = re.split(r"[-_.]", name.strip("-").lower())
+    if last in ("keys", "tokens"):
+        return bool(before) and COUNTED.isdisjoint(before)
+    if last == "token" and before[-1:] in (["per"], ["first"]):  # bucket-time-to-first-token
+        return False
+    return last in SECRET_WORDS or not {"secret", "secrets"}.isdisjoint([*before, last])
 
 
 def masked(name: str, value: Value) -> str:
-    """The value as text to show, or `***` where the name says that it is a secret."""
-    return MASK if is_secret(name) and value else _text(value)
+    """The value as text to show: `***` where the name says that it is a secret, else without the secrets in it."""
+    return MASK if is_secret(name) and value else mask_text(_text(value))
+
+
+def holds_secret(name: str, value: Value) -> bool:
+    """Whether a setting cannot be shown as it is."""
+    return masked(name, value) != _text(value)
+
+
+def secret_parts(argv: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Every word of a command line in two, what may be shown and the secret behind it, after the flag that it is of.
+
+    Flag and secret are "" for a word that holds none. The first word behind a secret flag is its value even where it
+    looks like a flag, and so are all further ones that do not.
+    """
+    flag, first = "", False
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if flag and (first or not word.startswith("--")):
+            yield flag, "", word
+            first = False
+        elif word.startswith("--") and is_secret(name):
+            yield name, f"{name}{equals}", value
+            flag, first = ("", False) if equals else (name, True)
+        else:
+            yield "", word, ""
+            flag = ""
 
 
 def mask_argv(argv: Sequence[str]) -> list[str]:
-    """A command line to show or to store: the value of every secret flag is `***`."""
-    shown: list[str] = []
-    hide_next = False
-    for word in argv:
-        flag, equals, _ = word.partition("=")
-        secret = word.startswith("--") and is_secret(flag)
-        if hide_next:
-            shown.append(MASK)
-        else:
-            shown.append(f"{flag}={MASK}" if secret and equals else word)
-        hide_next = secret and not equals and not hide_next
-    return shown
+    """A command line to show or to store: the value of every secret flag is `***`, and so is a secret in another's."""
+    return [f"{shown}{MASK}" if secret else mask_text(shown) for _, shown, secret in secret_parts(argv)]
 
 
 def mask_text(text: str, secrets: Iterable[str] = ()) -> str:
@@ -533,7 +560,7 @@ def mask_text(text: str, secrets: Iterable[str] = ()) -> str:
     lower = text.lower()
     if not any(hint in lower for hint in _SECRET_HINTS):
         return text
-    return _SECRET_TEXT.sub(_masked_match, text)
+    return _SECRET_TEXT.sub(_masked_match, URL_LOGIN.sub(f"//{MASK}@", text))
 
 
 def _masked_match(match: re.Match[str]) -> str:

@@ -59,6 +59,17 @@ class Point(NamedTuple):
     written: float | None
 
 
+class Pin(NamedTuple):
+    """The server run that is shown: `chosen` by a person, else because several were live.
+
+    `follows`: to its successor. One that had a successor already when it was chosen is what somebody wants to see.
+    """
+
+    run_id: str
+    chosen: bool
+    follows: bool = False
+
+
 class Tail:
     """One log being followed into a buffer, over one run after the other."""
 
@@ -130,7 +141,7 @@ class Feed:
         self.gpu_history: dict[int, deque[float | None]] = {}
         self._open = open_session
         self._port = port
-        self._run_id: str | None = None
+        self._pin: Pin | None = None
         self._tails = {key: Tail(LogBuffer()) for key in LOGS}
         self.logs: Mapping[str, LogBuffer] = {key: tail.buffer for key, tail in self._tails.items()}
         self._session: Session | None = None
@@ -164,8 +175,8 @@ class Feed:
             threading.Thread(target=session.host.close, daemon=True).start()
 
     def watch(self, run_id: str | None) -> None:
-        """Show this server run; None for the live one, or the one that ran last."""
-        self._run_id = run_id
+        """Show this server run, or what is launched in its place; None for the live one, or the one that ran last."""
+        self._pin = Pin(run_id, chosen=True) if run_id else None
 
     # --- What a door takes ---
 
@@ -252,12 +263,14 @@ class Feed:
 
     def _sample(self) -> None:
         assert self._session is not None
+        pin = self._pin
         try:
-            now = self._session.snapshot(self._port, self._run_id)
+            now = self._session.snapshot(self._port, pin.run_id if pin else None)
+            moved = self._moved(self._session, pin, now["server"]) if pin else None
         except ConnectionFailed:  # the link's own state says it
             return
         except UsageError as error:
-            self._choose_server(self._session, error)
+            self._choose_server(self._session, pin, error)
             return
         except LayertapError as error:
             self._trouble = str(error)
@@ -265,20 +278,38 @@ class Feed:
         self._trouble = None
         self._heard = time.monotonic()
         self._last = now
+        self._put(moved, instead_of=pin)
         for key, run in (("server", now["server"]), ("job", now["extraction"])):
             if run and self._logs:
                 self._tails[key].aim(run["id"], run["log"])
         self._remember(now)
 
-    def _choose_server(self, session: Session, error: UsageError) -> None:
+    def _choose_server(self, session: Session, pin: Pin | None, error: UsageError) -> None:
         """Where several servers are live, or the chosen one is gone: the newest."""
         self._trouble = str(error)
         try:
             servers = session.host.request("all", kind="server")
         except LayertapError:
             return
-        live = [run["id"] for run in servers if going_on(run)]
-        self._run_id = (live or [None])[0]
+        newest = next((run["id"] for run in servers if going_on(run)), None)
+        self._put(Pin(newest, chosen=False) if newest else None, instead_of=pin)
+
+    @staticmethod
+    def _moved(session: Session, pin: Pin, server: dict[str, Any]) -> Pin | None:
+        """Where a pin goes: from a server that is over to its successor, or off, where nobody chose that server."""
+        if going_on(server):
+            return pin._replace(follows=True)
+        if not pin.chosen:
+            return None
+        successor = session.host.request("successor", run_id=pin.run_id)
+        if successor and pin.follows:
+            return pin._replace(run_id=successor)
+        return pin._replace(follows=not successor)
+
+    def _put(self, pin: Pin | None, instead_of: Pin | None) -> None:
+        """Pin another server, unless a person has meanwhile."""
+        if self._pin is instead_of:
+            self._pin = pin
 
     def _remember(self, now: dict[str, Any]) -> None:
         gpus = now["gpus"]["gpus"]

@@ -9,8 +9,10 @@ from typing import Any
 
 import msgspec
 
+from backends.errors import ExitCode
 from backends.logs import LogCursor
 from backends.sglang import mask_text
+from backends.verdict.watch import settled
 from console.demo import Demo
 from console.log_lines import clean, redrawn
 from console.session import Session
@@ -101,6 +103,14 @@ def wait_ready(session: Session, run_id: str, seconds: float) -> dict[str, Any]:
         narration.show(status)
     ProgressLine.clear()
     return status
+
+
+def ready_code(status: dict[str, Any], seconds: float) -> ExitCode:
+    """The exit code of a launch that was followed for `seconds` at most; where it goes on, that is said."""
+    if not settled(status):  # also one whose log says ready while /health fails: nothing can be drawn from it yet
+        say(f"not ready after {seconds:g} s; it goes on, `layertap status --watch` follows it")
+        return ExitCode.TIMEOUT
+    return ExitCode.OK if status["verdict"]["verdict"] in ("healthy", "degraded") else ExitCode.NOT_READY
 
 
 def follow_job(session: Session, run_id: str, line: Callable[[dict[str, Any]], str]) -> dict[str, Any]:

@@ -86,11 +86,7 @@ def launch(
             headless.say(f"\n{run['id']} goes on; `layertap status --watch` follows it, `layertap stop` stops it")
             return ExitCode.INTERRUPTED
         headless.out(status, common.json, of_server.server)
-        verdict = status["verdict"]["verdict"]
-        if verdict in ("starting", "slow_but_fine", "hang_suspected"):
-            headless.say(f"not ready after {timeout:g} s; it goes on, `layertap status --watch` follows it")
-            return ExitCode.TIMEOUT
-        return ExitCode.OK if verdict in ("healthy", "degraded") else ExitCode.NOT_READY
+        return headless.ready_code(status, timeout)
 
 
 @app.command

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from backends.errors import UsageError
-from backends.sglang import COMMAND_LINE, Overrides, Profile, is_secret, load_profiles
+from backends.sglang import COMMAND_LINE, Overrides, Profile, holds_secret, load_profiles
 
 
 def given(model: str | None, layers: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
     """What was said beside the profile, without secrets: what the profile that comes of it says as well."""
     said = {"args": overrides.args, "env": overrides.env, "tap": overrides.tap}
-    shown = {kind: {name: one for name, one in values.items() if not is_secret(name)} for kind, values in said.items()}
+    shown = {
+        kind: {name: one for name, one in values.items() if not holds_secret(name, one)}
+        for kind, values in said.items()
+    }
     return {"model": model, "layers": layers, **shown}
 
 

@@ -46,7 +46,7 @@ MORE = {
 
 def look(place: Place, asked: Asked) -> list[Check]:
     """Everything that one reading of NVML tells."""
-    live = [run for run in place.runs.all("server") if run.alive()]
+    live = place.runs.live("server")
     ours = {process.pid for run in live for process in run.processes()}
     return judge_gpus(examine_gpus(MORE, ours), asked)
 

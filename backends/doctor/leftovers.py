@@ -19,7 +19,7 @@ NEVER = float("inf")
 
 def servers(place: Place, asked: Asked) -> Check:
     """SGLang processes of no server that is watched hold GPUs and ports."""
-    live = [run for run in place.runs.all("server") if run.alive()]
+    live = place.runs.live("server")
     watched = {process.pid for run in live for process in run.processes()}
     orphans, foreign = [], []
     for process in sglang_processes():

@@ -14,7 +14,7 @@ EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"
 def port(place: Place, asked: Asked) -> Check:
     """Can a server listen there?"""
     number = asked.port
-    holder = next((run for run in place.runs.all("server") if run.spec.port == number and run.alive()), None)
+    holder = next((run for run in place.runs.live("server") if run.spec.port == number), None)
     if holder:
         return judge("network.port", f"our server {holder.id} has port {number}", "", port=number)
     if number < PRIVILEGED and os.geteuid() != 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -98,6 +99,64 @@ async def test_what_the_gate_objects_to() -> None:
         await opened(pilot)
         for text in ("! the prefix cache is on", "-> start with --disable-radix-cache", "? the KV cache is fp8"):
             await until_shown(pilot, text)
+
+
+async def test_what_was_said_is_of_the_server_that_runs() -> None:
+    said = {"server-1": SAFE | {"effective": {"tp_size": "8"}, "probe": PROBED}, "server-2": UNSAFE}
+    app = made(lambda run_id: said[run_id])
+    now = app.feed.scene["server"]
+    now["id"] = "server-1"
+    of_the_first = ("safe to draw from", "probe passed", "tp_size=8", "--model-path /models/llama   --port 30000")
+    async with app.run_test(size=(140, 120)) as pilot:
+        await opened(pilot)
+        for text in of_the_first:
+            await until_shown(pilot, text)
+        now |= {"state": "exited", "verdict": now["verdict"] | {"verdict": "stopped"}}
+        await until(pilot, lambda: shown(app).count("no server runs") == 3, "of no server")
+        assert not any(text in shown(app) for text in of_the_first)
+        await pilot.press("ctrl+g", "ctrl+r")
+        now |= {"id": "server-2", "state": "running", "verdict": now["verdict"] | {"verdict": "starting"}}
+        await until_shown(pilot, "not asked yet")
+        await until_shown(pilot, "not probed yet")
+        now["verdict"] |= {"verdict": "healthy"}
+        await until_shown(pilot, "the prefix cache is on")
+        now["id"] = "server-1"  # without a look between two of which one was launched instead of the other
+        await until_shown(pilot, "probe passed")
+        assert "the prefix cache is on" not in shown(app)
+    assert [one["run_id"] for one in asked(app, "gate")] == ["server-1", "server-2", "server-1"]
+    assert asked(app, "start") == []
+
+
+async def test_an_answer_of_a_server_that_is_gone_says_nothing_of_the_next_one() -> None:
+    app = made(UNSAFE)
+    now = app.feed.scene["server"]
+    now["id"] = "server-1"
+    at_once, late = app.feed.call, Future()
+
+    def call(act: Any) -> Future[Any]:
+        answer = at_once(act)
+        return late if app.feed.asked[-1][0] == "gate" else answer
+
+    app.feed.call = call
+    run = {"id": "probe-1", "state": "running", "exit": None, "result": None, "progress": {"what": "64 tokens alone"}}
+    ended = run | {"state": "exited", "exit": {"code": 0, "signal": None}, "result": PROBED}
+    stages = [run]
+    app.feed.answers |= {"start": run, "run": lambda run_id: stages[-1]}
+    async with app.run_test(size=SIZE) as pilot:
+        await opened(pilot)
+        await until(pilot, lambda: asked(app, "gate"), "asked")
+        await pilot.press("ctrl+r")
+        await until_shown(pilot, "~ probing 64 tokens alone …")
+        now |= {"id": "server-2", "verdict": now["verdict"] | {"verdict": "starting"}}
+        await until_shown(pilot, "not probed yet")
+        late.set_result(UNSAFE)
+        stages.append(ended)
+        both = {"gate", "probe"}
+        await until(pilot, lambda: both.isdisjoint(worker.group for worker in app.workers), "both were answered")
+        app.show_now()
+        await pilot.pause()
+        for text in ("not asked yet", "not probed yet"):
+            assert text in shown(app)
 
 
 async def test_whether_host_and_model_are_what_a_profile_is_for() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -164,6 +165,46 @@ async def test_a_run_that_goes_on_lasts_longer_and_longer(monkeypatch: pytest.Mo
         await until_shown(pilot, "2 h 0 m")
         assert shown(app).count("90 s") == 1  # what has ended lasts no longer
         assert app.screen.query_one(Table).cursor_row == 1
+
+
+async def test_a_list_that_is_slow_is_waited_for_and_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs_screen, "RENEW_SECONDS", 0.001)
+    app = console(answers={"all": RUNS, "run": RUNS[0]})
+    at_once, waiting = app.feed.call, []
+
+    def slow(act: Any) -> Future[Any]:
+        answer = at_once(act)
+        if app.feed.asked[-1][0] != "all":  # type: ignore[attr-defined]
+            return answer
+        waiting.append(Future())
+        return waiting[-1]
+
+    monkeypatch.setattr(app.feed, "call", slow)
+    async with app.run_test(size=SIZE) as pilot:
+        await pilot.press("r")
+        await until(pilot, lambda: waiting, "asked")
+        for _ in range(30):
+            await pilot.pause(0.001)
+        assert len(waiting) == 1
+        waiting[0].set_result(RUNS)
+        await until_shown(pilot, "verify-1")
+        await until(pilot, lambda: len(waiting) == 2, "asked again")
+
+
+async def test_of_thousands_of_runs_the_newest_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs_screen, "MOST", 3)
+    monkeypatch.setattr(runs_screen, "RENEW_SECONDS", 0.01)
+    answers = {"all": lambda most: RUNS[:most], "run": RUNS[0]}
+    app = console(answers=answers)
+    async with app.run_test(size=SIZE) as pilot:
+        await pilot.press("r")
+        await until_shown(pilot, "server-3")
+        await until_shown(pilot, "the newest 3 runs; `layertap runs` lists the older ones too")
+        assert "plan-4" not in shown(app)
+        answers["all"] = lambda most: RUNS[:2]
+        app.feed.answers |= answers  # type: ignore[attr-defined]
+        await until(pilot, lambda: "the newest 3 runs" not in shown(app), "there are no older ones")
+        assert "extract-2" in shown(app)
 
 
 @pytest.mark.parametrize(("width", "lasted"), [(80, False), (100, True), (160, True)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -83,6 +84,8 @@ def test_runs_are_listed(agent: Agent, start: Start) -> None:
     first, second = start("verify"), start("extract")
     assert [run["id"] for run in agent.all()] == [second.id, first.id]
     assert [run["id"] for run in agent.all("verify")] == [first.id]
+    assert [run["id"] for run in agent.all(most=1)] == [second.id]
+    assert len(agent.all(most=2)) == len(agent.all(most=3)) == 2
 
 
 def test_the_newest_extraction(agent: Agent, start: Start) -> None:
@@ -141,6 +144,40 @@ def test_a_whole_look_in_one_answer(agent: Agent, server: Callable[..., Run], st
     for one in (run, other):
         agent.stop(one.id)
     assert agent.overview()["server"]["id"] == other.id  # the one that ran last
+
+
+def test_a_look_does_not_read_again_what_is_over(
+    agent: Agent, server: Callable[..., Run], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    really = runs._read
+    monkeypatch.setattr(runs, "_read", lambda path, kind: read.append(path) or really(path, kind))
+    for number in range(40):
+        name = f"{('server', 'extract', 'verify')[number % 3]}-{number}"
+        (agent.runs.folder / name).mkdir()
+        kind, _, _ = name.partition("-")
+        spec = runs.Spec(id=name, kind=kind, argv=[], created=float(number), port=1, details={"output": "/data"})
+        runs.write_json(agent.runs.folder / name / "spec.json", spec)
+        runs.write_json(agent.runs.folder / name / "exit.json", runs.Exit(code=0, signal=None, at=float(number)))
+    live = {server().id, start("extract", details={"output": "/data"}).id}
+    read.clear()
+    assert {agent.overview()["server"]["id"], agent.overview()["extraction"]["id"]} == live
+    assert not {path for path in read if path.parent.name not in live and read.count(path) > 1}
+    read.clear()
+    agent.sampler._live._looked = -math.inf  # else it is asked once a second only
+    agent.overview()
+    agent.overview(port=2)
+    agent.extraction("/data")
+    assert {path.parent.name for path in read} == live
+
+
+def test_what_was_launched_in_place_of_a_server(agent: Agent, start: Start) -> None:
+    dead = start("server")
+    assert agent.successor(dead.id) is None
+    second = start("server", details={"relaunch_of": dead.id})
+    last = start("server", details={"relaunch_of": second.id})
+    start("server")
+    assert [agent.successor(run.id) for run in (dead, second, last)] == [last.id, last.id, None]
 
 
 def test_how_long_the_start_before_took(agent: Agent, server: Callable[..., Run]) -> None:

@@ -366,6 +366,8 @@ def dry_run(layertap: Callable[..., Ran], python: Path | str, **env: str) -> tup
     words += [
         "--env",
         "HF_TOKEN=hf_456",
+        "--env",
+        "HTTPS_PROXY=http://me:pw_789@proxy:3128",
         "--set",
         "tp=4",
         "--set",
@@ -378,7 +380,7 @@ def dry_run(layertap: Callable[..., Ran], python: Path | str, **env: str) -> tup
     text, data = layertap(*words, **env), layertap(*words, "--json", **env)
     warning = "warning: model /m: there is no such folder; give that of a downloaded model on the host\n"
     assert (text.returncode, text.stderr, data.returncode, data.stderr) == (0, warning, 0, warning)
-    assert not any(secret in text.stdout + data.stdout for secret in ("sk-123", "hf_456"))
+    assert not any(secret in text.stdout + data.stdout for secret in ("sk-123", "hf_456", "pw_789"))
     assert data.stdout.count("\n") == 1
     return text.stdout.splitlines(), json.loads(data.stdout)
 
@@ -390,6 +392,7 @@ def check_dry_run(lines: list[str], data: dict[str, Any], version: str) -> None:
     for line in settings:
         assert re.fullmatch(r"\S.*  # .*\[[\w.-]+( line)?\]", line), line
     assert "HF_TOKEN=***" in [line.split("  #")[0].strip() for line in lines]
+    assert "HTTPS_PROXY=http://***@proxy:3128" in [line.split("  #")[0].strip() for line in lines]
     assert "--api-key ***" in [line.split("  #")[0].strip() for line in lines]
     assert {key: data[key] for key in ("schema", "profile", "sglang", "model", "layers")} == {
         "schema": 1,

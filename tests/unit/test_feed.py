@@ -13,10 +13,11 @@ from helpers import until
 
 from backends.errors import ConnectionFailed, HostKeyRefused, UsageError
 from backends.host import LocalHost, Reconnecting
-from backends.runs import Run, stop
+from backends.launch import relaunch
+from backends.runs import Run, Runs, stop
 from console import feed as feeds
 from console.feed import Feed
-from console.session import Session
+from console.session import Session, going_on
 
 Server = Callable[..., Run]
 
@@ -93,6 +94,57 @@ def test_of_several_servers_one_is_shown_and_the_others_are_said(watch: Callable
     until(lambda: (feed.snapshot()["server"] or {}).get("id") == newer.id, "the newest")
     feed.watch(older.id)
     until(lambda: feed.snapshot()["server"]["id"] == older.id, "the chosen one")
+
+
+def shows(feed: Feed, run: Run) -> bool:
+    return (feed.snapshot()["server"] or {}).get("id") == run.id
+
+
+def looked_again(feed: Feed) -> None:
+    """Wait until the host was looked at a few times more."""
+    for _ in range(3):
+        before = feed._heard
+        until(lambda before=before: feed._heard != before, "heard again")
+
+
+def test_a_server_that_nobody_chose_gives_way_to_one_that_runs(watch: Callable[..., Feed], server: Server) -> None:
+    older, newer = server(), server()
+    feed = watch()
+    until(lambda: shows(feed, newer), "the newest")
+    stop(newer, "enough")
+    until(lambda: shows(feed, older), "the one that runs")
+    stop(older, "enough")
+    until(lambda: shows(feed, newer), "of those that are over, the one that was launched last")
+    third = server()
+    until(lambda: shows(feed, third), "the next one")
+
+
+def test_a_chosen_server_is_followed_to_what_is_launched_in_its_place(
+    watch: Callable[..., Feed], server: Server, all_runs: Runs
+) -> None:
+    chosen, other = server(), server()
+    feed = watch()
+    until(lambda: shows(feed, other), "the newest")
+    feed.watch(chosen.id)
+    until(lambda: shows(feed, chosen), "the chosen one")
+    stop(chosen, "it dies")
+    until(lambda: not going_on(feed.snapshot()["server"]), "it is over")
+    looked_again(feed)
+    assert shows(feed, chosen)  # until there is another in its place
+    again = relaunch(all_runs, chosen)
+    until(lambda: shows(feed, again), "the one in its place")
+    stop(again, "it dies as well")
+    once_more = relaunch(all_runs, again)
+    until(lambda: shows(feed, once_more), "the next one in its place")
+    stop(once_more, "it dies too")
+    feed.watch(once_more.id)
+    looked_again(feed)
+    third = relaunch(all_runs, once_more)
+    until(lambda: shows(feed, third), "also of one that was dead when it was chosen")
+    feed.watch(chosen.id)
+    until(lambda: shows(feed, chosen), "a dead one that is chosen as such")
+    looked_again(feed)
+    assert shows(feed, chosen)
 
 
 def test_secrets_in_a_log_are_masked(watch: Callable[..., Feed], server: Server) -> None:

@@ -189,7 +189,8 @@ def test_what_the_servers_process_gets(server: Server, home: Path, model: Path, 
 
 def test_what_is_written_down(server: Server, home: Path, model: Path, payload_folder: Path) -> None:
     shown_argv = ["-m", "sglang.launch_server", "--api-key", "***"]
-    run = server("silent", shown_argv=shown_argv, env={"FAKE": "silent", "AN_API_KEY": "hunter2"})
+    env = {"FAKE": "silent", "AN_API_KEY": "hunter2", "API_KEYS": "hunter3", "HTTPS_PROXY": "http://me:hunter4@proxy:1"}
+    run = server("silent", shown_argv=shown_argv, env=env)
     spec = run.spec
     assert spec.argv == [sys.executable, "-m", "sglang.launch_server", "--api-key", "***"]
     assert (spec.kind, spec.sglang, spec.code) == ("server", "0.5.23", payload_folder.name)
@@ -199,10 +200,12 @@ def test_what_is_written_down(server: Server, home: Path, model: Path, payload_f
         "model": str(model),
         "layers": {"outputs": [2]},
         "layers_words": "outputs of layers 2",
-        "env": {"FAKE": "silent", "AN_API_KEY": "***"},
+        "env": {"FAKE": "silent", "AN_API_KEY": "***", "API_KEYS": "***", "HTTPS_PROXY": "http://***@proxy:1"},
     }
     secret = json.loads(run.private.env["LAYERTAP_TAP"])["secret"]
-    assert secret not in (run.folder / "spec.json").read_text()
+    written = (run.folder / "spec.json").read_text()
+    assert secret not in written and "hunter" not in written
+    assert run.private.env["HTTPS_PROXY"] == "http://me:hunter4@proxy:1"
 
 
 def test_a_python_path_of_the_profile_is_kept_behind_ours(server: Server, payload_folder: Path) -> None:

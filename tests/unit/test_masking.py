@@ -28,6 +28,10 @@ FORMS = {
     "YAML": f"password: {S}",
     "a URL": f"cloning https://me:{S}@example.org/repo.git",
     "a proxy": f"HTTPS_PROXY=http://user:{S}@proxy:3128",
+    "a URL with @ in its password": f"cloning https://me:p@{S}@example.org/repo.git",
+    "a token for the name in a URL": f"cloning https://{S}:@example.org/repo.git",
+    "several keys": f"SGLANG_API_KEYS={S}",
+    "an access token": f"--github-pat {S}",
     "basic authorization": f"Authorization: Basic {S}==",
     "authorization in a dict": f"{{'Authorization': 'Basic {S}'}}",
     "authorization in JSON": json.dumps({"headers": {"authorization": f"Token {S}"}}),
@@ -67,6 +71,7 @@ def test_json_stays_json(form: str) -> None:
         "TOKENIZERS_PARALLELISM=false",
         "http://127.0.0.1:30000/server_info",
         "eos_token_id=163586, pad_token='***'",
+        "missing keys: lm_head.weight, stop tokens: <|im_end|>, missing_keys='lm_head.weight'",
         "File /opt/sglang/keyfile.py, line 3",
     ],
 )
@@ -91,20 +96,42 @@ def test_a_known_value_is_masked_wherever_it_stands() -> None:
 
 
 def test_the_secrets_of_a_command_line_and_of_an_environment() -> None:
-    argv = ["-m", "sglang", "--api-key", "one", "--port", "1", "--admin-api-key=two"]
-    assert secrets_of_argv(argv) == {"one": "argument --api-key", "two": "argument --admin-api-key"}
-    env = {"HF_TOKEN": "three", "HOME": "/root", "SSL_KEYFILE": "/etc/key.pem", "SSH_AUTH_SOCK": "/tmp/sock"}
+    argv = ["-m", "sglang", "--api-key", "one", "--port", "1", "--admin-api-key=two", "--api-keys", "five", "six"]
+    assert secrets_of_argv(argv) == {
+        "one": "argument --api-key",
+        "two": "argument --admin-api-key",
+        "five": "argument --api-keys",
+        "six": "argument --api-keys",
+    }
+    env = {
+        "HF_TOKEN": "three",
+        "GITHUB_PAT": "seven",
+        "HOME": "/root",
+        "SSL_KEYFILE": "/etc/key.pem",
+        "SSH_AUTH_SOCK": "/tmp/sock",
+    }
     env["INDEX"] = "https://me:four@example.org"
-    assert secrets_of_env(env) == {"three": "variable HF_TOKEN", "four": "password in variable INDEX"}
+    assert secrets_of_env(env) == {
+        "three": "variable HF_TOKEN",
+        "seven": "variable GITHUB_PAT",
+        "four": "password in variable INDEX",
+    }
 
 
 def test_an_environment_shows_what_it_takes_to_judge_and_names_the_rest() -> None:
     masker = Masker({})
-    env = {"NCCL_P2P_LEVEL": "SYS", "HF_TOKEN": "hf_x", "TOKENIZERS_PARALLELISM": "false", "EMPLOYER": "Ada's"}
+    env = {
+        "NCCL_P2P_LEVEL": "SYS",
+        "HF_TOKEN": "hf_x",
+        "GITHUB_PAT": "ghp_x",
+        "TOKENIZERS_PARALLELISM": "false",
+        "EMPLOYER": "Ada's",
+    }
     assert environment(env, ["NCCL_", "TOKEN"], masker, "env") == {
         "EMPLOYER": None,
+        "GITHUB_PAT": "***",
         "HF_TOKEN": "***",
         "NCCL_P2P_LEVEL": "SYS",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    assert [(one.kind, one.count) for one in masker.report()] == [("variable HF_TOKEN", 1)]
+    assert [(one.kind, one.count) for one in masker.report()] == [("variable GITHUB_PAT", 1), ("variable HF_TOKEN", 1)]

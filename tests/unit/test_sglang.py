@@ -13,6 +13,7 @@ from backends.sglang import (
     Launch,
     Overrides,
     ProfileError,
+    holds_secret,
     is_secret,
     load_profiles,
     mask_argv,
@@ -339,35 +340,90 @@ def test_matches(version: str, spec: str, result: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["api-key", "--admin-api-key", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "ssl-keyfile-password", "MY_API_KEY"]
+    "name",
+    [
+        "api-key",
+        "--admin-api-key",
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "ssl-keyfile-password",
+        "MY_API_KEY",
+        "SGLANG_API_KEYS",
+        "api-keys",
+        "apikeys",
+        "HF_TOKENS",
+        "access-tokens",
+        "CLIENT_SECRETS",
+        "SECRETS_OF_MINE",
+        "DB_PASSWORDS",
+        "GITHUB_PAT",
+    ],
 )
 def test_secrets(name: str) -> None:
     assert is_secret(name)
     assert masked(name, "s3cret") == "***"
+    assert holds_secret(name, "s3cret")
 
 
 @pytest.mark.parametrize(
     "name",
     [
         "max-total-tokens",
+        "max-prefill-tokens",
+        "max_total_num_tokens",
+        "num-key-value-heads",
+        "num_reserved_decode_tokens",
+        "speculative-num-draft-tokens",
+        "piecewise-cuda-graph-tokens",
+        "prompt-tokens-buckets",
+        "SGLANG_MAX_THINK_TOKENS",
+        "SGLANG_MLA_DEDUP_CHUNK_TOKENS",
+        "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
+        "SGLANG_USE_AITER_FP8_PER_TOKEN",
+        "bytes_per_token",
+        "tokens",
+        "keys",
+        "missing_keys",
         "tokenizer-path",
         "skip-tokenizer-init",
         "tokenizer-worker-num",
         "speculative-token-map",
-        "bucket-time-to-first-token-x",
+        "bucket-time-to-first-token",
         "ssl-keyfile",
         "TOKENIZERS_PARALLELISM",
+        "LD_LIBRARY_PATH",
         "kv-cache-dtype",
     ],
 )
 def test_what_only_sounds_like_a_secret(name: str) -> None:
+    assert not is_secret(name)
     assert masked(name, 7) == "7"
+    assert not holds_secret(name, 7)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("http://me:hunter22@proxy:3128", "http://***@proxy:3128"),
+        ("http://me:p@ss@proxy:3128,http://127.0.0.1:9", "http://***@proxy:3128,http://127.0.0.1:9"),
+        ("https://hf_abcdefghijklmnopqrstuvwx:@hub.example", "https://***@hub.example"),
+        ("http://proxy:3128", "http://proxy:3128"),
+        ({"headers": "Authorization: Bearer abc.def"}, '{"headers": "Authorization: Bearer ***"}'),
+    ],
+)
+def test_a_secret_within_a_value_of_another_name(value: Any, shown: str) -> None:
+    assert masked("HTTPS_PROXY", value) == shown
+    assert holds_secret("HTTPS_PROXY", value) is ("***" in shown)
 
 
 def test_mask_argv() -> None:
     argv = ["py", "--api-key", "s3cret", "--admin-api-key=s3cret", "--max-total-tokens", "5", "--api-key", "--odd"]
     assert mask_argv(argv) == [
         *("py", "--api-key", "***", "--admin-api-key=***", "--max-total-tokens", "5", "--api-key", "***")
+    ]
+    argv = ["--api-keys", "s3", "s4", "--port", "1", "--proxy", "http://me:s5@proxy", "--proxy=http://me:s6@proxy"]
+    assert mask_argv(argv) == [
+        *("--api-keys", "***", "***", "--port", "1", "--proxy", "http://***@proxy", "--proxy=http://***@proxy")
     ]
 
 
@@ -380,13 +436,15 @@ def test_mask_argv() -> None:
             "server_args={'api_key': '***', 'admin_api_key': None}",
         ),
         ('{"api_key": "s3", "tp_size": 8}', '{"api_key": "***", "tp_size": 8}'),
-        ("using http://me:s3@proxy:3128 for https://x.org/a", "using http://me:***@proxy:3128 for https://x.org/a"),
+        ("using http://me:s3@proxy:3128 for https://x.org/a", "using http://***@proxy:3128 for https://x.org/a"),
         ("'Authorization': 'Basic bWU6czM='", "'Authorization': 'Basic ***'"),
         ("mail me@example.org at http://127.0.0.1:30000/x", "mail me@example.org at http://127.0.0.1:30000/x"),
         ("python -m sglang --api-key s3 --tp 8", "python -m sglang --api-key *** --tp 8"),
         ("python -m sglang --admin-api-key=s3", "python -m sglang --admin-api-key=***"),
         ("['--api-key', 's3', '--tp', '8']", "['--api-key', '***', '--tp', '8']"),
         ("HF_TOKEN=hf_x NCCL_DEBUG=WARN", "HF_TOKEN=*** NCCL_DEBUG=WARN"),
+        ("SGLANG_API_KEYS=s3 --api-keys s4", "SGLANG_API_KEYS=*** --api-keys ***"),
+        ('{"proxy":"http://h:1","mail":"me@x.org"}', '{"proxy":"http://h:1","mail":"me@x.org"}'),
         ("Authorization: Bearer abc.def-1", "Authorization: Bearer ***"),
         ("401 for token hf_abcdefghijklmnopqrstuvwx", "401 for token hf_***"),
         ("Prefill batch, #new-token: 81, token usage: 0.5", "Prefill batch, #new-token: 81, token usage: 0.5"),

@@ -185,7 +185,7 @@ def test_a_verdict_repeats_no_secret(quiet: Run) -> None:
         '  File "/x/scheduler.py", line 1, in run\n'
         "HTTPError: 401 for url: https://me:s3cretpw@hub.example/api (Authorization: Bearer hf_abcdefghijklmnopqrstuv)\n",
     )
-    shown = "HTTPError: 401 for url: https://me:***@hub.example/api (Authorization: Bearer ***)"
+    shown = "HTTPError: 401 for url: https://***@hub.example/api (Authorization: Bearer ***)"
     now = look_until(ServerWatch(quiet), "crashed", shown)
     assert f"log says: {shown}" in now["verdict"]["evidence"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from console.tui.widgets.table import Table, cell
 from console.words import of_run, of_server
 
 RENEW_SECONDS = 2.0
+MOST = 500  # runs in the table; a host may have thousands, and all of them are asked for again and again
 COLUMNS = {"run": 27, "state": 10, "began": 8, "lasted": 10, "what": 16}  # and how wide each is at least
 PADDING = 2
 SCROLLBAR = 2
@@ -41,6 +43,7 @@ class RunsScreen(HostScreen):
 
     def compose_body(self) -> ComposeResult:
         """See `HostScreen`."""
+        yield Static(f"the newest {MOST} runs; `layertap runs` lists the older ones too", markup=False, id="older")
         yield Table(zebra_stripes=True, id="runs")
         with VerticalScroll(id="one", can_focus=False):
             yield Static(markup=False, id="said")
@@ -48,15 +51,22 @@ class RunsScreen(HostScreen):
     def on_mount(self) -> None:
         """Ask, again and again."""
         self.query_one(Table).focus()
-        self.run_worker(self._renew(), exclusive=True, group="runs")
-        self.set_interval(RENEW_SECONDS, lambda: self.run_worker(self._renew(), exclusive=True, group="runs"))
+        self.run_worker(self._keep_renewing(), exclusive=True, group="runs")
+
+    async def _keep_renewing(self) -> None:
+        """An answer may take longer than the time between two: the next one is asked for once it is there."""
+        while True:
+            await self._renew()
+            await asyncio.sleep(RENEW_SECONDS)
 
     async def _renew(self) -> None:
         if self.feed.session is None:
             return
-        found = await self.ask_host(lambda session: session.host.request("all"))
+        found = await self.ask_host(lambda session: session.host.request("all", most=MOST + 1))
         if found is None:
             return
+        self.query_one("#older").display = len(found) > MOST
+        found = found[:MOST]
         if found != self._runs:
             chosen = self._chosen()
             self._runs = found

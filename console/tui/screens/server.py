@@ -22,7 +22,7 @@ from capture.layers import LayerChoice
 from console import DEFAULT_PORT
 from console.feed import Feed
 from console.launching import differences, flags, layer_choice, pairs, shown
-from console.session import Session
+from console.session import Session, going_on
 from console.tui.jobs import finish_job
 from console.tui.screens.base import HostScreen
 from console.tui.widgets.overview import ServerPanel
@@ -40,18 +40,39 @@ WAYS = (
 )
 
 
-class GatePanel(Panel):
+class ToldPanel(Panel):
+    """What was heard of the server that runs, once it was asked; all of it is forgotten for another server."""
+
+    def __init__(self, **known: Any) -> None:
+        super().__init__(**known)
+        self.forget()
+
+    def forget(self) -> None:
+        """Know nothing, as of a server that was not asked."""
+        raise NotImplementedError
+
+    def paint(self, now: dict[str, Any], width: int) -> list[Content]:
+        """See `Panel`."""
+        server = now["server"]
+        return self.tell(server, width) if going_on(server) else [line(("no server runs", "$foreground-muted"))]
+
+    def tell(self, server: dict[str, Any], width: int) -> list[Content]:
+        """The lines to show of the server that runs; see `Panel.paint`."""
+        raise NotImplementedError
+
+
+class GatePanel(ToldPanel):
     """Whether this server is safe to draw from, by its resolved arguments and the tap's own word."""
 
     title = "Gate"
 
-    def __init__(self, **known: Any) -> None:
-        super().__init__(**known)
+    def forget(self) -> None:
+        """See `ToldPanel`."""
         self.findings: list[dict[str, Any]] | None = None
         self.why = "not asked yet"
 
-    def paint(self, now: dict[str, Any], width: int) -> list[Content]:
-        """See `Panel`."""
+    def tell(self, server: dict[str, Any], width: int) -> list[Content]:
+        """See `ToldPanel`."""
         if self.findings is None:
             return [line((self.why, "$foreground-muted"))]
         if not self.findings:
@@ -64,13 +85,13 @@ class GatePanel(Panel):
         return lines
 
 
-class ProbePanel(Panel):
+class ProbePanel(ToldPanel):
     """What drawing from this server has shown: which tensors they are, and that they are whole."""
 
     title = "Probe"
 
-    def __init__(self, **known: Any) -> None:
-        super().__init__(**known)
+    def forget(self) -> None:
+        """See `ToldPanel`."""
         self.found: dict[str, Any] | None = None
         self.doing: str | None = None
 
@@ -78,10 +99,9 @@ class ProbePanel(Panel):
         """Take in what a probe under way does; None once it has ended."""
         self.doing = progress["what"] if progress else None
 
-    def paint(self, now: dict[str, Any], width: int) -> list[Content]:
-        """See `Panel`."""
-        tap = now["server"]["tap"] if now["server"] else None
-        found = self.found
+    def tell(self, server: dict[str, Any], width: int) -> list[Content]:
+        """See `ToldPanel`."""
+        tap, found = server["tap"], self.found
         resolved = (found or tap or {}).get("layers")
         said = list(of_server.layers(resolved)) if resolved else []
         if self.doing:
@@ -99,20 +119,17 @@ class ProbePanel(Panel):
         return lines
 
 
-class RunningPanel(Panel):
+class RunningPanel(ToldPanel):
     """What the server was started with, and what it says that it made of that; secrets are masked."""
 
     title = "What runs"
 
-    def __init__(self, **known: Any) -> None:
-        super().__init__(**known)
+    def forget(self) -> None:
+        """See `ToldPanel`."""
         self.effective: dict[str, str] = {}
 
-    def paint(self, now: dict[str, Any], width: int) -> list[Content]:
-        """See `Panel`."""
-        server = now["server"]
-        if server is None:
-            return [line(("nothing", "$foreground-muted"))]
+    def tell(self, server: dict[str, Any], width: int) -> list[Content]:
+        """See `ToldPanel`."""
         argv = [f"{name} {value}".rstrip() for name, value in flags(server["argv"]).items()]
         env = [f"{name}={value}" for name, value in server["details"].get("env", {}).items()]
         resolved = [f"{name}={value}" for name, value in sorted(self.effective.items())]
@@ -136,6 +153,7 @@ class ServerScreen(HostScreen):
     def __init__(self, feed: Feed) -> None:
         super().__init__(feed)
         self._filled = False
+        self._about: str | None = None  # the server that runs: what gate and probe said is of this one
         self._asked_gate = False
         self._merged: tuple[Launch, LayerChoice] | None = None
         self._situation: Situation | None = None  # of the host, and of the model `_looked_at`
@@ -171,11 +189,16 @@ class ServerScreen(HostScreen):
 
     def show(self, now: dict[str, Any]) -> None:
         """See `HostScreen`."""
+        server = now["server"]
+        running = server["id"] if server and server["state"] == "running" else None
+        if running != self._about:  # stopped, or another one runs, of which nobody was asked
+            self._about, self._asked_gate = running, False
+            for panel in self.query(ToldPanel):
+                panel.forget()
         super().show(now)
         if self.feed.session and now["host"] and not self._filled:
             self._filled = True
-            self._fill(self.feed.session, now["server"])
-        server = now["server"]
+            self._fill(self.feed.session, server)
         if server and server["verdict"]["verdict"] == "healthy" and not self._asked_gate:
             self.action_gate()
 
@@ -196,14 +219,15 @@ class ServerScreen(HostScreen):
 
     def action_gate(self) -> None:
         """Ask the gate about the live server."""
-        server = self.feed.snapshot()["server"]
-        if server and server["state"] == "running":
+        if self._about:
             self._asked_gate = True
-            self.run_worker(self._ask_gate(server["id"]), exclusive=True, group="gate")
+            self.run_worker(self._ask_gate(self._about), exclusive=True, group="gate")
 
     async def _ask_gate(self, run_id: str) -> None:
         panel = self.query_one(GatePanel)
         answer = await self.ask_host(lambda session: session.host.request("gate", run_id=run_id))
+        if run_id != self._about:
+            return
         panel.findings = answer["findings"] if answer else None
         panel.why = "it could not be asked"
         self.query_one(RunningPanel).effective = answer["effective"] if answer else {}
@@ -212,16 +236,23 @@ class ServerScreen(HostScreen):
     def action_probe(self) -> None:
         """Probe the live server."""
         server = self.feed.snapshot()["server"]
-        if server and server["state"] == "running" and self.may_change():
-            self.run_worker(self._probe(server["port"]), exclusive=True, group="probe")
+        if server and server["id"] == self._about and self.may_change():
+            self.run_worker(self._probe(server["id"], server["port"]), exclusive=True, group="probe")
 
-    async def _probe(self, port: int) -> None:
-        panel = self.query_one(ProbePanel)
+    async def _probe(self, run_id: str, port: int) -> None:
+        panel, found = self.query_one(ProbePanel), None
+
+        def follow(progress: dict[str, Any] | None) -> None:
+            if run_id == self._about:
+                panel.follow(progress)
+
         try:
-            _, panel.found = await finish_job(self.feed, "probe", {}, port, panel.follow)
+            _, found = await finish_job(self.feed, "probe", {}, port, follow)
         except LayertapError as error:
             self.notify(str(error), severity="error", timeout=12, markup=False)
-        panel.follow(None)
+        follow(None)
+        if found and run_id == self._about:
+            panel.found = found
 
     @on(Select.Changed)
     @on(Input.Changed)
