@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from backends.gpus import Reading, examine_gpus
-from capture.model_config import ModelConfig, read_model_config
+from capture.model_config import known_of, read_model_config
 
 GIB = 1 << 30
 LINKS = 18  # of NVLink, that a GPU has at most
@@ -87,13 +87,13 @@ def read_situation(model: Path | None = None) -> Situation:
 
 def read_layers(model: Path) -> int | None:
     """How many layers the config.json in `model` says that its language model has; None where it cannot be told."""
-    config = _read_config(model)
-    return config.layers if config else None
+    return known_of(model).layers
 
 
 def _read_model(folder: Path) -> dict[str, Any]:
-    config = _read_config(folder)
-    if config is None:
+    try:
+        config = read_model_config(folder)
+    except (OSError, msgspec.MsgspecError):
         return {}
     return {
         "architecture": config.architecture,
@@ -103,11 +103,3 @@ def _read_model(folder: Path) -> dict[str, Any]:
         "moe": config.experts > 0,
         "quantization": config.quantization or "none",
     }
-
-
-def _read_config(folder: Path) -> ModelConfig | None:
-    """What the config.json of a model says; None where there is none that can be read."""
-    try:
-        return read_model_config(folder)
-    except (OSError, msgspec.MsgspecError):
-        return None

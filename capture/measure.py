@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from capture.model_config import read_model_config
+from capture.model_config import known_of
 
 WRITE_BYTES = 10**9
 WRITE_SECONDS = 10.0
@@ -219,10 +219,7 @@ def _follow(made: Reduced, processes: list[subprocess.Popen[bytes]], lines: Path
 
 def model_shape(model: str) -> tuple[int, int] | None:
     """Layers and hidden size of a model, from its config.json; None where that does not say."""
-    try:
-        config = read_model_config(Path(model))
-    except (OSError, msgspec.MsgspecError):
-        return None
+    config = known_of(Path(model))
     return (config.layers, config.hidden) if config.layers and config.hidden else None
 
 

@@ -49,6 +49,14 @@ def read_model_config(folder: Path) -> ModelConfig:
     )
 
 
+def known_of(folder: Path) -> ModelConfig:
+    """The same, of which nothing is known where no config.json can be read."""
+    try:
+        return read_model_config(folder)
+    except (OSError, msgspec.MsgspecError):
+        return ModelConfig()
+
+
 def _of_text(config: dict[str, Any]) -> dict[str, Any]:
     nested = next((config[name] for name in OF_TEXT if isinstance(config.get(name), dict)), None)
     return config if nested is None else _of_text(nested)

@@ -22,7 +22,7 @@ from capture.against_hf import Against, cosines
 from capture.draw import Drawer, DrawError, tokens_in_flight
 from capture.dumps import dump, verify
 from capture.layers import Layers
-from capture.model_config import read_model_config
+from capture.model_config import known_of
 from capture.server import Server
 from capture.tap import rank_sums
 from capture.tap.rank_sums import RankSum
@@ -192,10 +192,7 @@ def tolerance(dtype: str, routed: bool) -> Tolerance:
 
 def experts(model: Path) -> bool:
     """Whether a model routes its tokens to experts, by its config.json."""
-    try:
-        return read_model_config(model).experts > 0
-    except (OSError, msgspec.MsgspecError):
-        return False
+    return known_of(model).experts > 0
 
 
 def _against_hf(

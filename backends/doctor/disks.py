@@ -13,7 +13,7 @@ from backends.folders import absolute
 from backends.launch import EMBEDDED
 from backends.runs import Runs
 from backends.sample import read_disk
-from capture.model_config import read_model_config
+from capture.model_config import known_of
 from capture.tap.memory import SLOTS
 
 GB = 10**9
@@ -58,10 +58,7 @@ def _slot_bytes(asked: Asked) -> int | None:
     tokens = asked.args.get("max-prefill-tokens")
     if not isinstance(tokens, int) or asked.model is None or asked.model.startswith(EMBEDDED):
         return None
-    try:
-        hidden = read_model_config(Path(asked.model).expanduser()).hidden
-    except (OSError, msgspec.MsgspecError):
-        return None
+    hidden = known_of(Path(asked.model).expanduser()).hidden
     return tokens * 2 * hidden * STATES if hidden else None
 
 

@@ -5,17 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from capture.model_config import read_model_config
+from capture.model_config import known_of
 
 
 def vocabulary_size(model: str | Path, tokenizer: Any) -> int:
     """Above every id that a model takes, by its config.json; where that says nothing, by its tokenizer."""
-    try:
-        size = read_model_config(Path(model)).vocabulary
-    except (OSError, msgspec.MsgspecError):
-        size = None
+    size = known_of(Path(model)).vocabulary
     return tokens_end(tokenizer) if size is None else size
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from capture.model_config import ModelConfig, read_model_config
+from capture.model_config import ModelConfig, known_of, read_model_config
 
 KIMI = {
     "num_hidden_layers": 61,
@@ -41,7 +41,7 @@ def read(folder: Path, config: Any) -> ModelConfig:
     ids=["at the top", "text", "language", "llm", "thinker"],
 )
 def test_the_language_model_is_found_wherever_it_stands(tmp_path: Path, wrap: Any) -> None:
-    assert read(tmp_path, wrap(KIMI)) == OF_KIMI
+    assert read(tmp_path, wrap(KIMI)) == known_of(tmp_path) == OF_KIMI
 
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
@@ -97,8 +97,10 @@ def test_a_file_that_is_no_object_is_an_error(tmp_path: Path, text: str) -> None
     (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(msgspec.MsgspecError):
         read_model_config(tmp_path)
+    assert known_of(tmp_path) == ModelConfig()
 
 
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_model_config(tmp_path)
+    assert known_of(tmp_path) == ModelConfig()
