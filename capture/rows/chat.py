@@ -351,6 +351,14 @@ def _join_parts(message: Message) -> Message:
     return {**message, "content": " ".join(_part_texts(content))}
 
 
+def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    """A row or a message without the keys that it has only since others have them, as SGLang's chat endpoint sees it.
+
+    Content stays, since null is something that is said there, beside tool calls.
+    """
+    return {name: value for name, value in fields.items() if value is not None or name == "content"}
+
+
 def _as_served(message: Message, takes_null: bool) -> Message:
     """A message with tool calls as SGLang's chat endpoint hands it to the template.
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from capture.rows.chat import InputError, Refused, first_line
+from capture.rows.chat import InputError, Refused, first_line, without_nulls
 
 BATCH = 256
 STATE = "state.json"
@@ -143,12 +143,9 @@ def _decode(row: dict[str, Any], features: Any) -> dict[str, Any] | Refused:
 
 
 def _without_nulls(value: Any) -> Any:
-    """The value without the keys that Arrow gives every object of a column because one of them has them.
-
-    A message's content stays, since null is something that is said there, beside tool calls.
-    """
+    """The value without the keys that Arrow gives every object of a column, however deep, because one has them."""
     if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None or key == "content"}
+        return {key: _without_nulls(inner) for key, inner in without_nulls(value).items()}
     if isinstance(value, list):
         return [_without_nulls(inner) for inner in value]
     return value

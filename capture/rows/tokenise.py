@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from capture.rows import files, parallel
-from capture.rows.chat import ChatTemplate, Encoded, InputError, Message, Refused, first_line
+from capture.rows.chat import ChatTemplate, Encoded, InputError, Message, Refused, first_line, without_nulls
 from capture.rows.files import Raw
 from capture.rows.json_rows import kind_of, parse_line
 from capture.rows.vocabulary import tokens_end
@@ -163,7 +163,7 @@ class Encoder:
             fields = parse_line(raw) if isinstance(raw, bytes) else raw
             if isinstance(fields, Refused):
                 raise fields
-            ids, mask = self._encode(_without_nulls(fields), alarms)
+            ids, mask = self._encode(without_nulls(fields), alarms)
             self._check_ids(ids)
         except Refused as reason:
             return BadRow(file, line, str(reason))
@@ -220,14 +220,6 @@ class Encoder:
 
 
 # ---- fields -> ids and mask
-
-
-def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """A row or a message without the keys that it has only since others have them, as SGLang's chat endpoint sees it.
-
-    Content stays, since null is something that is said there, beside tool calls.
-    """
-    return {name: value for name, value in fields.items() if value is not None or name == "content"}
 
 
 def _unknown_shape(fields: dict[str, Any]) -> str:
@@ -290,7 +282,7 @@ def _message(message: Any, number: int) -> Message:
     """One message as the chat template wants it: `role`, `content` and whatever else it came with."""
     if not isinstance(message, dict):
         raise Refused(f"message {number} is {kind_of(message)}, not an object")
-    named: Message = _without_nulls(message)
+    named: Message = without_nulls(message)
     if "role" not in named and "from" in named:
         named = {"role": _role(message["from"], number), "content": message.get("value")}
     if not isinstance(named.get("role"), str):
