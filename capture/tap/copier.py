@@ -30,7 +30,10 @@ Pair = tuple[Any, Any]
 
 
 class Copier(Protocol):
-    """`copy` calls `done` once all `pairs` are in the arena, or `failed` with what kept one of them from it."""
+    """`copy` calls `done` once all `pairs` are in the arena, or `failed` with what kept one of them from it.
+
+    It goes through `pairs` before it returns.
+    """
 
     def copy(self, pairs: Iterable[Pair], done: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """Copy; returns at once where the device copies by itself. Never raises."""

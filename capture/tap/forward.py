@@ -81,10 +81,8 @@ class Tap:
         original = self.inner.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            batch = kwargs.get("forward_batch") or next((a for a in args if hasattr(a, "forward_mode")), None)
-            if batch is None or not batch.forward_mode.is_extend() or batch.extend_seq_lens_cpu is None:
-                return original(*args, **kwargs)
-            if not batch.rids:  # nobody's: SGLang's own, to capture a graph or to tune kernels
+            batch = prefill_of(args, kwargs)
+            if batch is None:
                 return original(*args, **kwargs)
             # Every rank sees the same rids, so all ranks capture or none does.
             ours = [rid.startswith(self.settings.secret + ".") for rid in batch.rids]
@@ -134,6 +132,14 @@ class Tap:
         # A norm that takes a residual adds to it and gives the sum back; one without has it as its input. Either may
         # lie in a buffer of SGLang's that the next forward fills anew.
         self.pre_norm = (result[1] if isinstance(result, tuple) else args[0] if args else kwargs["x"]).clone()
+
+
+def prefill_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The batch that a model's forward is called with; None where it is no prefill of anybody's prompts."""
+    batch = kwargs.get("forward_batch") or next((a for a in args if hasattr(a, "forward_mode")), None)
+    if batch is None or not batch.forward_mode.is_extend() or batch.extend_seq_lens_cpu is None:
+        return None
+    return batch if batch.rids else None  # else SGLang's own, to capture a graph or to tune kernels
 
 
 def gpu_name(device: Any) -> str | None:

@@ -116,21 +116,20 @@ class Keeper:
             self.writers.put_back(slot)
             self._give_up(pieces, f"copying its states failed: {error}")
 
-        try:
-            # SGLang fills the buffer of ids anew for the next forward, maybe before it is copied.
-            pairs = list(self._copies(slot, pieces, rows, [batch.input_ids.clone(), *states]))
-        except Exception as error:
-            failed(error)
-        else:
-            self.copier.copy(pairs, functools.partial(self.writers.send_forward, slot, pieces), failed)
+        pairs = self._copies(slot, pieces, rows, batch, states)
+        self.copier.copy(pairs, functools.partial(self.writers.send_forward, slot, pieces), failed)
 
     def refuse(self, batch: Any, reason: str) -> None:
         """Fail what of this forward is ours."""
         self._give_up(self._pieces(batch)[0], reason)
 
-    def _copies(self, slot: int, pieces: list[Piece], rows: list[int], sources: list[Any]) -> Iterator[tuple[Any, Any]]:
+    def _copies(
+        self, slot: int, pieces: list[Piece], rows: list[int], batch: Any, states: list[Any]
+    ) -> Iterator[tuple[Any, Any]]:
         """(place in the slot, source) for ids and states; rows that lie together in both go as one."""
         places = [self.arena.ids(slot), *self.arena.states(slot)]
+        # SGLang fills the buffer of ids anew for the next forward, maybe before it is copied.
+        sources = [batch.input_ids.clone(), *states]
         runs: list[list[int]] = []
         for piece, row in zip(pieces, rows, strict=True):
             if runs and runs[-1][1] + runs[-1][2] == row:

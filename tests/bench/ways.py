@@ -59,8 +59,10 @@ class Timed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         import torch
 
-        batch = kwargs.get("forward_batch") or next((a for a in args if hasattr(a, "forward_mode")), None)
-        if batch is None or not batch.forward_mode.is_extend() or not batch.rids:
+        from capture.tap.forward import prefill_of
+
+        batch = prefill_of(args, kwargs)
+        if batch is None:
             return self.forward(*args, **kwargs)
         now = time.perf_counter()
         if self.last is not None:
@@ -99,7 +101,7 @@ def _take(keeper: Any, batch: Any, states: list[Any]) -> None:
 def _copy(keeper: Any, batch: Any, states: list[Any], pieces: Any, rows: Any) -> None:
     """Into the arena, and no further."""
     slot = keeper.writers.take_slot(60.0)
-    pairs = keeper._copies(slot, pieces, rows, [batch.input_ids.clone(), *states])
+    pairs = keeper._copies(slot, pieces, rows, batch, states)
 
     def put_back(*_error: Exception) -> None:
         keeper.writers.put_back(slot)

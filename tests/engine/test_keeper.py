@@ -25,7 +25,11 @@ class LateCopier:
         self.waiting: list[Callable[[], None]] = []
 
     def copy(self, pairs: Iterable[Pair], done: Callable[[], None], failed: Callable[[Exception], None]) -> None:
-        held = list(pairs)
+        try:
+            held = list(pairs)
+        except Exception as error:
+            failed(error)
+            return
 
         def run() -> None:
             if self.broken:
