@@ -32,6 +32,7 @@ from backends.verdict.diagnose import Limits
 from backends.verdict.sights import sight, write_alarms
 from backends.verdict.watch import ServerWatch, earlier_start, settled
 from capture import events
+from capture.stop import ASKED
 
 LOOK_SECONDS = 2.0
 DEATH_SECONDS = 10.0  # in which a server that the driver lost is seen to be dead
@@ -76,7 +77,7 @@ class Supervisor:
                 self._bring_back(cause)
                 child = start_child(self.run)
             except StopAsked:
-                return self._end(ExitCode.INTERRUPTED, "it was asked to stop")
+                return self._end(ExitCode.INTERRUPTED, ASKED)
             except (LayertapError, OSError) as error:
                 return self._end(ExitCode.RUN_DIED, str(error))
             if self.run.stop_asked:  # between its last look and run.json, where a stop finds the driver

@@ -29,7 +29,7 @@ from capture.lanes import Lane, Lanes, Place
 from capture.locks import lock
 from capture.prepare import REPORT_SECONDS, Preparation, Prepared
 from capture.server import ServerGone
-from capture.stop import Stop, cannot_write, is_busy, is_full
+from capture.stop import ASKED, Stop, cannot_write, is_busy, is_full
 
 ATTEMPTS = 3
 BACK_OFF = 0.3  # seconds before the second attempt, four times as many before each further one
@@ -38,7 +38,6 @@ BUSY_PAUSE = 0.5
 COMMIT_SECONDS = 0.25
 DRAIN_SECONDS = 12.0  # a stop waits for 20, and then ends what is left
 MOST_THREADS = 16  # each of which holds the states of one sample
-ASKED = "it was asked to stop"
 SAMPLE_EVENTS = 300  # retries and failures that the run's history has; the log has all
 
 

@@ -36,7 +36,7 @@ from capture.rows.chat import InputError, first_line
 from capture.rows.tokenise import Encoder, RowOptions, load_tokenizer, tokenise
 from capture.rows.vocabulary import vocabulary_size
 from capture.server import Server, ServerGone
-from capture.stop import Stop
+from capture.stop import ASKED, Stop
 
 EXIT_CODES: list[tuple[type[BaseException] | tuple[type[BaseException], ...], int]] = [
     (Busy, 7),
@@ -350,8 +350,8 @@ def main(kind: str, jobs: Jobs = JOBS) -> int:
         tell("error", reason=str(error))
         code, result = error.exit_code, {"error": str(error)}
     except KeyboardInterrupt:
-        tell("error", reason="it was asked to stop")
-        code, result = 130, {"error": "it was asked to stop"}
+        tell("error", reason=ASKED)
+        code, result = 130, {"error": ASKED}
     except Exception as error:
         known = next((code for kinds, code in EXIT_CODES if isinstance(error, kinds)), None)
         tell("server_lost" if isinstance(error, ServerGone) else "error", reason=str(error) or type(error).__name__)

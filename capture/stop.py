@@ -6,6 +6,8 @@ import errno
 import sqlite3
 from pathlib import Path
 
+ASKED = "it was asked to stop"
+
 
 class Stop(Exception):
     """The run ends early; `exit_code` says how, the sentence why."""

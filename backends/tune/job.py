@@ -41,6 +41,7 @@ from capture.layers import LayerChoice
 from capture.locks import Busy, lock
 from capture.measure import LIKE_SGLANG, SIZES, Reduced, all_reduce
 from capture.server import Server, ServerGone
+from capture.stop import ASKED
 
 ROUNDS = 3
 FORWARDS = 4  # that a round fills at least, with the largest max-prefill-tokens among the variants
@@ -177,7 +178,7 @@ class Tuner:
             if not best.speed:
                 code = ExitCode.NOT_READY
         except KeyboardInterrupt:
-            code, self.made.stopped = ExitCode.INTERRUPTED, "it was asked to stop"
+            code, self.made.stopped = ExitCode.INTERRUPTED, ASKED
         except LayertapError as error:
             code, self.made.stopped = error.exit_code, str(error)
         return code, self.made

@@ -28,7 +28,7 @@ QUIET = 10.0  # seconds without a batch, of a server that has work
 GENERATED = '"POST /generate HTTP/1.1" 200'
 AFTERLIFE = 0.3  # seconds that a socket may outlive its process
 LOG_STEP = 4 << 20
-LOG_HEAD = 8 << 20  # bytes in which a start stands
+LOG_HEAD = 8 << 20  # bytes in which a start stands, which writes about 100 kB
 LOG_TAIL = 8 << 20  # bytes in which is what is the matter now
 LISTENING = {  # /proc/net's addresses that take what comes to 127.0.0.1: itself, any, both as IPv6 has them, and ::
     "0100007F",
@@ -38,7 +38,6 @@ LISTENING = {  # /proc/net's addresses that take what comes to 127.0.0.1: itself
     "0" * 32,
 }
 EARLIER_RUNS = 20  # that are looked at for one that came up
-EARLIER_LOG = 8 << 20  # bytes of its log; a start writes about 100 kB
 
 
 def earlier_start(runs: Runs, run: Run) -> EarlierStart | None:
@@ -49,7 +48,7 @@ def earlier_start(runs: Runs, run: Run) -> EarlierStart | None:
         startup = Startup()
         try:
             with other.log.open("rb") as file:
-                startup.feed(file.read(EARLIER_LOG).decode(errors="replace"))
+                startup.feed(file.read(LOG_HEAD).decode(errors="replace"))
         except OSError:
             continue
         ready = startup.phases[-1].started if startup.ready else None

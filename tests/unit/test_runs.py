@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -524,23 +525,30 @@ def test_what_a_dead_run_left_is_found_and_ended(start: Start, kind: str) -> Non
     assert gone(orphan.pid)
 
 
-def test_a_session_that_got_the_number_of_a_dead_run_is_not_touched(start: Start) -> None:
-    """What began after the run had ended is somebody else's, whatever its session is called."""
-    run = start("verify", python("pass"))
-    exit = ended(run)
-    stranger = subprocess.Popen(python(CHILD_OF_ITS_OWN, "unmarked"), stdout=subprocess.PIPE, start_new_session=True)
+@contextlib.contextmanager
+def leaderless(code: str, *words: str) -> Iterator[tuple[int, psutil.Process]]:
+    """A session, by the number of its leader that has ended, and the process that `code` leaves in it."""
+    stranger = subprocess.Popen(python(code, *words), stdout=subprocess.PIPE, start_new_session=True)
     with stranger.stdout:
         daemon = psutil.Process(int(stranger.stdout.readline()))
     stranger.wait()
     try:
-        forge(run, supervisor=Process(stranger.pid, 1))
+        yield stranger.pid, daemon
+    finally:
+        daemon.kill()
+
+
+def test_a_session_that_got_the_number_of_a_dead_run_is_not_touched(start: Start) -> None:
+    """What began after the run had ended is somebody else's, whatever its session is called."""
+    run = start("verify", python("pass"))
+    exit = ended(run)
+    with leaderless(CHILD_OF_ITS_OWN, "unmarked") as (session, daemon):
+        forge(run, supervisor=Process(session, 1))
         assert [process.pid for process in run.processes()] == [daemon.pid]
         runs.write_json(run.folder / "exit.json", msgspec.structs.replace(exit, at=exit.at - 3600))
         assert run.processes() == []
         assert stop(run, "").how == "it was not running"
         assert daemon.is_running()
-    finally:
-        daemon.kill()
 
 
 def test_a_session_that_got_the_number_of_a_run_of_which_no_end_is_known_is_not_touched(start: Start) -> None:
@@ -548,16 +556,10 @@ def test_a_session_that_got_the_number_of_a_run_of_which_no_end_is_known_is_not_
     run = start("verify", python("pass"))
     ended(run)
     code = CHILD_OF_ITS_OWN.replace("None", '{"PATH": "/bin"}')
-    stranger = subprocess.Popen(python(code, ""), stdout=subprocess.PIPE, start_new_session=True)
-    with stranger.stdout:
-        daemon = psutil.Process(int(stranger.stdout.readline()))
-    stranger.wait()
-    try:
-        forge(run, supervisor=Process(stranger.pid, 1))
+    with leaderless(code, "") as (session, _):
+        forge(run, supervisor=Process(session, 1))
         (run.folder / "exit.json").unlink()
         assert run.processes() == []
-    finally:
-        daemon.kill()
 
 
 def test_a_file_that_cannot_be_written_leaves_none_beside_it(tmp_path: Path) -> None:
